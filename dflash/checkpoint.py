@@ -1,0 +1,150 @@
+"""Saving and resuming: drafter masters, optimizer state and the run's position, published by one rename."""
+
+import json
+import os
+import shutil
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from dflash.drafter.model import DFlashDrafter, DrafterShape
+
+META_FILE = "meta.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What a checkpoint says of itself: the last finished step and what it was trained on."""
+
+    step: int
+    fingerprint: str
+    shape: DrafterShape
+    target_path: str
+
+    def check_matches(self, shape: DrafterShape, fingerprint: str) -> None:
+        """Raises ValueError naming what changed since the checkpoint was written."""
+        if shape != self.shape:
+            before, now = asdict(self.shape), asdict(shape)
+            changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if now[key] != before[key]]
+            raise ValueError(f"resume: the drafter's shape changed: {'; '.join(changed)}")
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                "resume: the training data changed since the checkpoint was written "
+                f"(fingerprint {self.fingerprint}, now {fingerprint}); use the same data, or start a new run"
+            )
+
+
+def save_checkpoint(
+    run_dir: Path,
+    meta: CheckpointMeta,
+    drafter: DFlashDrafter,
+    optimizer: torch.optim.Optimizer,
+    group: torch.distributed.ProcessGroup | None,
+    is_leader: bool,
+    keep: int,
+) -> None:
+    """Write `<run_dir>/checkpoints/step-NNNNNN`; every rank of `group` calls it, the leader publishes and prunes.
+
+    `group` None saves without any process group.
+    """
+    folder = checkpoint_folder(run_dir, meta.step)
+    partial = folder.with_name(f".partial-{folder.name}")
+    if is_leader:
+        shutil.rmtree(partial, ignore_errors=True)
+    state = {"model": drafter.state_dict(), "optimizer": get_optimizer_state_dict(drafter, optimizer)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
+        dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+    if not is_leader:
+        return
+    _write_durably(partial / META_FILE, json.dumps({"format": _FORMAT, **asdict(meta)}, indent=1))
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    _sync_folder(folder.parent)
+    for old in list_checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's masters and optimizer state in place; gradients must not be allocated yet."""
+    state = {"model": drafter.state_dict(), "optimizer": get_optimizer_state_dict(drafter, optimizer)}
+    _load(state, folder)
+    drafter.load_state_dict(state["model"])
+    set_optimizer_state_dict(drafter, optimizer, state["optimizer"])
+
+
+def load_drafter(folder: Path) -> DFlashDrafter:
+    """Drafter of a checkpoint (fp32, on the CPU), or of the newest checkpoint of a run folder."""
+    if not (folder / META_FILE).exists():
+        newest = list_checkpoints(folder)
+        if not newest:
+            raise ValueError(f"{folder}: is neither a checkpoint nor a run folder with one")
+        folder = newest[-1]
+    drafter = DFlashDrafter(read_meta(folder).shape)
+    state = {"model": drafter.state_dict()}
+    _load(state, folder)
+    drafter.load_state_dict(state["model"])
+    return drafter
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
+    """Fill `state` in place; every rank reads for itself, so no group is needed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
+def read_meta(folder: Path) -> CheckpointMeta:
+    try:
+        meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
+        if meta.pop("format") != _FORMAT:
+            raise ValueError(f"{folder}: was written by another version of this program")
+        shape = {key: tuple(value) if isinstance(value, list) else value for key, value in meta.pop("shape").items()}
+        return CheckpointMeta(shape=DrafterShape(**shape), **meta)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: is no whole checkpoint ({error})") from error
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    found = [path for path in (run_dir / "checkpoints").glob("step-*") if (path / META_FILE).exists()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
+    """Checkpoint that `resume` (no | auto | a checkpoint folder) names; None means to start from nothing."""
+    if resume == "no":
+        return None
+    if resume == "auto":
+        found = list_checkpoints(run_dir)
+        return found[-1] if found else None
+    folder = Path(resume).expanduser().absolute()
+    if not (folder / META_FILE).exists():
+        raise ValueError(f"resume: {folder} is no checkpoint; allowed here: no, auto, or a checkpoint folder")
+    return folder
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

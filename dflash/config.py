@@ -1,0 +1,357 @@
+"""Typed schema of a training run, and the checks that need nothing but the schema itself."""
+
+import difflib
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(Enum):
+    """`auto` is bfloat16 on CUDA and float32 on CPU."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class LayerType(Enum):
+    full_attention = "full_attention"
+    sliding_attention = "sliding_attention"
+
+
+class Overlong(Enum):
+    """What happens to a document longer than `data.max_length`."""
+
+    cut = "cut"
+    skip = "skip"
+
+
+class OptimizerName(Enum):
+    adamw = "adamw"
+
+
+@dataclass(slots=True)
+class TargetConfig:
+    path: str = MISSING  # a hub name, a folder, or a GGUF file
+    dtype: Dtype = Dtype.auto
+
+
+@dataclass(slots=True)
+class DrafterConfig:
+    """What is null follows the target: see `dflash.roles.setup.drafter_shape`."""
+
+    num_layers: int = 5
+    block_size: int = 16
+    layer_types: list[LayerType] | None = None  # null: all full
+    sliding_window: int | None = None
+    sliding_is_causal: bool = True  # false needs layer_types to be all sliding
+    target_layer_ids: list[int] | None = None  # null: evenly spaced, as many as num_features
+    num_features: int | None = None  # null: num_layers
+    mask_token_id: int | None = None  # must be given; a token of the target's vocabulary that no text holds
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rope_theta: float | None = None
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+
+
+@dataclass(slots=True)
+class DataConfig:
+    train_path: str = MISSING
+    eval_path: str | None = None  # null: a held-out share of train_path
+    eval_fraction: float = 0.02
+    eval_max_documents: int = 256
+    max_length: int = 4096
+    overlong: Overlong = Overlong.cut
+    tokens_per_micro_batch: int = 4096
+    max_bad_fraction: float = 0.01
+    cache_dir: str = MISSING
+
+
+@dataclass(slots=True)
+class QueueConfig:
+    """Bounds of the hidden-state queue, per drafter but for min_ready."""
+
+    depth: int = 20
+    min_ready: int = 10  # over all drafters, gates the start only
+    max_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class PipelineConfig:
+    colocated: bool = False
+    num_target_ranks: int | None = None
+    num_send_buffers: int = 3
+    peer_timeout_s: float = 120.0
+    queue: QueueConfig = field(default_factory=QueueConfig)
+
+
+@dataclass(slots=True)
+class AnchorsConfig:
+    per_token: float = 1 / 6
+    max_per_document: int = 512
+
+
+@dataclass(slots=True)
+class ObjectiveConfig:
+    gamma: float | None = None  # null: 7, 5, 4 for block sizes 16, 10, 8
+
+
+@dataclass(slots=True)
+class OptimConfig:
+    name: OptimizerName = OptimizerName.adamw
+    lr: float = 6e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    clip_norm: float = 1.0
+
+
+@dataclass(slots=True)
+class LoopConfig:
+    max_steps: int | None = None
+    num_epochs: int | None = 1
+    stop_at_step: int | None = None
+    micro_batches_per_step: int = 12
+    log_interval_steps: int = 10
+    eval_interval_steps: int | None = None  # null: at the end only
+
+
+@dataclass(slots=True)
+class CheckpointConfig:
+    interval_steps: int | None = 500  # null: at the end only
+    keep: int = 2
+
+
+@dataclass(slots=True)
+class ProfilingConfig:
+    interval_s: float = 60.0
+
+
+@dataclass(slots=True)
+class TrainConfig:
+    run_dir: str | None = None  # null: runs/<date>_<time>
+    resume: str = "no"  # no | auto | a checkpoint folder
+    seed: int = 0
+    device: Device = Device.auto
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra as `schema`, the first entry of conf/config.yaml's defaults."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)
+
+
+def config_folder() -> Path:
+    """Folder of the YAML groups: inside the package in a wheel, beside it in a checkout."""
+    packaged = Path(__file__).parent / "conf"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+def to_train_config(composed: DictConfig) -> TrainConfig:
+    """Typed object of a composed config, checked; raises ValueError that names the key and what is allowed."""
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ValueError(f"{missing[0]}: must be given")
+    # Hydra's `+key=value` adds keys behind the schema's back; merged onto the schema they are refused by name.
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), composed))
+    assert isinstance(config, TrainConfig)
+    _check(config)
+    return config
+
+
+def _check(config: TrainConfig) -> None:
+    drafter, data, queue, loop = config.model.drafter, config.data, config.pipeline.queue, config.train
+    _require_at_least(
+        1,
+        {
+            "model.drafter.num_layers": drafter.num_layers,
+            "model.drafter.sliding_window": drafter.sliding_window,
+            "model.drafter.num_features": drafter.num_features,
+            "model.drafter.num_attention_heads": drafter.num_attention_heads,
+            "model.drafter.num_key_value_heads": drafter.num_key_value_heads,
+            "model.drafter.head_dim": drafter.head_dim,
+            "model.drafter.intermediate_size": drafter.intermediate_size,
+            "data.eval_max_documents": data.eval_max_documents,
+            "data.tokens_per_micro_batch": data.tokens_per_micro_batch,
+            "pipeline.num_target_ranks": config.pipeline.num_target_ranks,
+            "pipeline.num_send_buffers": config.pipeline.num_send_buffers,
+            "pipeline.queue.depth": queue.depth,
+            "pipeline.queue.min_ready": queue.min_ready,
+            "pipeline.queue.max_bytes": queue.max_bytes,
+            "anchors.max_per_document": config.anchors.max_per_document,
+            "train.max_steps": loop.max_steps,
+            "train.num_epochs": loop.num_epochs,
+            "train.stop_at_step": loop.stop_at_step,
+            "train.micro_batches_per_step": loop.micro_batches_per_step,
+            "train.log_interval_steps": loop.log_interval_steps,
+            "train.eval_interval_steps": loop.eval_interval_steps,
+            "checkpoint.interval_steps": config.checkpoint.interval_steps,
+            "checkpoint.keep": config.checkpoint.keep,
+        },
+    )
+    _require_at_least(2, {"model.drafter.block_size": drafter.block_size, "data.max_length": data.max_length})
+    _require_at_least(0, {"seed": config.seed, "optim.weight_decay": config.optim.weight_decay})
+    _require_positive(
+        {
+            "model.drafter.rope_theta": drafter.rope_theta,
+            "anchors.per_token": config.anchors.per_token,
+            "objective.gamma": config.objective.gamma,
+            "optim.lr": config.optim.lr,
+            "optim.clip_norm": config.optim.clip_norm,
+            "pipeline.peer_timeout_s": config.pipeline.peer_timeout_s,
+            "profiling.interval_s": config.profiling.interval_s,
+        }
+    )
+    _require_share(
+        {
+            "data.eval_fraction": data.eval_fraction,
+            "data.max_bad_fraction": data.max_bad_fraction,
+            "optim.warmup_ratio": config.optim.warmup_ratio,
+        }
+    )
+    if len(config.optim.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.optim.betas):
+        raise ValueError(f"optim.betas: {config.optim.betas} must be two numbers, each at least 0 and below 1")
+    if data.max_length > data.tokens_per_micro_batch:
+        raise ValueError(
+            f"data.max_length: {data.max_length} must not exceed data.tokens_per_micro_batch "
+            f"({data.tokens_per_micro_batch}), since a micro-batch holds whole documents"
+        )
+    if loop.max_steps is None and loop.num_epochs is None:
+        raise ValueError("train.max_steps: must be given when train.num_epochs is null")
+    _check_layers(drafter)
+
+
+def _check_layers(drafter: DrafterConfig) -> None:
+    types = drafter.layer_types
+    if types is not None and len(types) != drafter.num_layers:
+        raise ValueError(
+            f"model.drafter.layer_types: has {len(types)} entries, but model.drafter.num_layers is "
+            f"{drafter.num_layers}; they must agree"
+        )
+    sliding = [kind is LayerType.sliding_attention for kind in types or []]
+    if any(sliding) and drafter.sliding_window is None:
+        raise ValueError("model.drafter.sliding_window: must be given when layer_types holds sliding_attention")
+    if drafter.sliding_window is not None and not any(sliding):
+        raise ValueError("model.drafter.sliding_window: must be null when layer_types holds no sliding_attention")
+    if not drafter.sliding_is_causal and not (sliding and all(sliding)):
+        raise ValueError(
+            "model.drafter.sliding_is_causal: may be false only when every layer is sliding_attention, "
+            "since a served drafter has one is_causal key for all its layers"
+        )
+    ids = drafter.target_layer_ids
+    if ids is not None and drafter.num_features is not None and len(ids) != drafter.num_features:
+        raise ValueError(
+            f"model.drafter.num_features: is {drafter.num_features}, but model.drafter.target_layer_ids has "
+            f"{len(ids)} entries; give one of them"
+        )
+
+
+def _require_at_least(least: int, values: dict[str, float | None]) -> None:
+    for key, value in values.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{key}: {value} must be at least {least}")
+
+
+def _require_positive(values: dict[str, float | None]) -> None:
+    for key, value in values.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{key}: {value} must be a number above 0")
+
+
+def _require_share(values: dict[str, float]) -> None:
+    for key, value in values.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{key}: {value} must be at least 0 and below 1")
+
+
+def parse_cli(schema: type[T], argv: list[str], doc: str) -> T:
+    """Read `key=value` arguments into a dataclass; `--help` prints its fields.
+
+    A field with the default MISSING must be given. Errors end the program with one line that names the key.
+    """
+    if any(argument in ("-h", "--help") for argument in argv):
+        print(f"{doc}\n\n{OmegaConf.to_yaml(OmegaConf.structured(schema))}", end="")
+        raise SystemExit(0)
+    try:
+        for argument in argv:
+            if "=" not in argument:
+                raise ValueError(f"{argument}: expected key=value, keys are {', '.join(f.name for f in fields(schema))}")
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_cli(argv))
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ValueError(f"{missing[0]}: must be given, as {missing[0]}=VALUE")
+        return OmegaConf.to_object(merged)
+    except (ValueError, OmegaConfBaseException) as error:
+        print(f"error: {one_line(error, schema)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run_cli(main: Callable[[], None]) -> None:
+    """Run an entry point, ending it with one line and exit code 1 on an error that is the user's to mend."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def one_line(error: BaseException, schema: type = TrainConfig) -> str:
+    """Message of an error on one line, for configuration errors with the key and what is allowed."""
+    cause: BaseException = error
+    while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        key = str(cause.full_key)
+        if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+            return f"{key}: no such key; {_allowed_keys(key, schema)}"
+        return f"{key}: {str(cause.msg or cause).splitlines()[0]}"
+    text = str(error).split("Config search path:")[0]
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _allowed_keys(key: str, schema: type) -> str:
+    """What may stand where `key` stood: the nearest name first, then all of its level."""
+    *parents, name = key.split(".")
+    node: Any = schema
+    for parent in parents:
+        types = {f.name: f.type for f in fields(node)} if is_dataclass(node) else {}
+        node = types.get(parent)
+    if node is None or not is_dataclass(node):
+        return f"{'.'.join(parents)} has no keys below it"
+    names = [f.name for f in fields(node)]
+    near = difflib.get_close_matches(name, names, n=1)
+    prefix = ".".join(parents) + "." if parents else ""
+    guess = f"did you mean {prefix}{near[0]}? " if near else ""
+    return f"{guess}allowed here: {', '.join(names)}"

@@ -1,0 +1,235 @@
+"""Drafters in the layout that z-lab's runtime, vLLM and SGLang serve: config.json and model.safetensors."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dflash.drafter.model import INITIALIZER_RANGE, DFlashDrafter
+from dflash.drafter.shape import DrafterShape, LayerType
+
+ARCHITECTURE = "DFlashDraftModel"
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# Defaults of Transformers' Qwen3Config, for what a config leaves out.
+_QWEN3_HEAD_DIM, _QWEN3_MAX_WINDOW_LAYERS, _QWEN3_ROPE_THETA = 128, 28, 10000.0
+_QWEN3_RMS_NORM_EPS, _QWEN3_MAX_POSITIONS = 1e-6, 32768
+
+
+def save_served(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes `drafter` with weights in `dtype`: in a temporary folder, reloaded and compared, then renamed.
+
+    Raises ValueError where `folder` already holds something, or the layout cannot say what the drafter does.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists: remove it, or export to another folder")
+    config = served_config(drafter.shape, dtype)
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.state_dict().items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        (scratch / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(weights, scratch / _WEIGHTS, metadata={"format": "pt"})
+        _compare(load_served(scratch, dtype=dtype), drafter.shape, weights, folder)
+        # mkdtemp's folder is for its owner alone; an export is for whoever may read its parent.
+        scratch.chmod(0o755)
+        os.replace(scratch, folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def load_served(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDrafter:
+    """Reads a drafter in the served layout, by whomever it was written, with weights in `dtype` (masters: fp32).
+
+    Raises ValueError naming the folder and the key or tensors that are missing, left over or of a wrong shape.
+    """
+    folder = Path(folder)
+    shape = served_shape(_read_json(folder / _CONFIG), folder)
+    with torch.device("meta"):
+        drafter = DFlashDrafter(shape)
+    expected = {name: value.shape for name, value in drafter.state_dict().items()}
+    weights = _read_weights(folder)
+    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; tensors left over: {extra or 'none'}")
+    wrong = [f"{n} {list(weights[n].shape)} instead of {list(s)}" for n, s in expected.items() if weights[n].shape != s]
+    if wrong:
+        raise ValueError(f"{folder}: tensors that disagree with {_CONFIG}: {'; '.join(wrong)}")
+    drafter.load_state_dict({name: value.to(dtype) for name, value in weights.items()}, assign=True)
+    # Tensors assigned from a file are not leaves that train until they are told so.
+    return drafter.requires_grad_(True)
+
+
+def served_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a drafter. Source: design section 8, z-lab's published drafters.
+
+    Raises ValueError for a non-causal window next to full layers: `is_causal` is one key for the whole drafter.
+    """
+    slides = LayerType.SLIDING in shape.layer_types
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "initializer_range": INITIALIZER_RANGE,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "layer_types": [str(kind) for kind in shape.layer_types],
+        "use_sliding_window": slides,
+        "sliding_window": shape.sliding_window if slides else None,
+        "max_window_layers": shape.num_layers,
+        "block_size": shape.block_size,
+        "num_target_layers": shape.num_target_layers,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.target_layer_ids),
+        },
+    }
+    if slides and not shape.sliding_is_causal:
+        if LayerType.FULL in shape.layer_types:
+            raise ValueError("a non-causal window can only be served when every layer is sliding_attention")
+        config["is_causal"] = False
+    return config
+
+
+def served_shape(config: Mapping[str, Any], where: Path) -> DrafterShape:
+    """The shape that a config.json describes; `where` is named in errors.
+
+    Raises ValueError for what this drafter cannot be: other rotary scalings, biases, activations, or contradictions.
+    """
+    try:
+        return _shape(config)
+    except KeyError as error:
+        raise ValueError(f"{where}: {_CONFIG} has no {error.args[0]!r}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {_CONFIG}: {error}") from None
+
+
+def _shape(config: Mapping[str, Any]) -> DrafterShape:
+    if config.get("attention_bias"):
+        raise ValueError("attention_bias=true is not supported: the drafter's projections have no bias")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
+    dflash = config["dflash_config"]
+    window = config.get("sliding_window")
+    layer_types = _layer_types(config)
+    slides = LayerType.SLIDING in layer_types
+    return DrafterShape(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or _QWEN3_HEAD_DIM,
+        rms_norm_eps=config.get("rms_norm_eps", _QWEN3_RMS_NORM_EPS),
+        rope_theta=_rope_theta(config),
+        max_position_embeddings=config.get("max_position_embeddings", _QWEN3_MAX_POSITIONS),
+        vocab_size=config["vocab_size"],
+        block_size=config["block_size"],
+        mask_token_id=dflash["mask_token_id"],
+        target_layer_ids=tuple(dflash["target_layer_ids"]),
+        num_target_layers=config["num_target_layers"],
+        layer_types=layer_types,
+        sliding_window=window if slides else None,
+        sliding_is_causal=_sliding_is_causal(config, layer_types),
+    )
+
+
+def _layer_types(config: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    num_layers, uses_window = config["num_hidden_layers"], config.get("use_sliding_window")
+    named = config.get("layer_types")
+    if named is None:
+        # Qwen3's own rule where layers are not named: the first max_window_layers are full.
+        first = config.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
+        slides = bool(uses_window) and config.get("sliding_window") is not None
+        return tuple(LayerType.SLIDING if slides and i >= first else LayerType.FULL for i in range(num_layers))
+    if len(named) != num_layers:
+        raise ValueError(f"layer_types names {len(named)} layers, num_hidden_layers is {num_layers}")
+    if uses_window is False and LayerType.SLIDING in named:
+        raise ValueError("layer_types names sliding_attention, but use_sliding_window is false")
+    return tuple(named)
+
+
+def _sliding_is_causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> bool:
+    is_causal = config.get("is_causal")
+    if is_causal and LayerType.FULL in layer_types:
+        raise ValueError("is_causal=true is not supported with full_attention: full layers see their whole block")
+    return LayerType.SLIDING not in layer_types or is_causal is None or bool(is_causal)
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The rotary base, from whichever of the two spellings the config uses; both must agree."""
+    parameters = config.get("rope_parameters") or {}
+    # Transformers may keep a set per kind of layer.
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    found = [] if config.get("rope_theta") is None else [float(config["rope_theta"])]
+    for rope in [*(nested or [parameters]), config.get("rope_scaling") or {}]:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"rope type {kind!r} is not supported, only 'default'")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor is not supported: every head is turned as a whole")
+        if rope.get("rope_theta") is not None:
+            found.append(float(rope["rope_theta"]))
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported: every head is turned as a whole")
+    if len(set(found)) > 1:
+        raise ValueError(f"rope_theta and rope_parameters disagree: {sorted(set(found))}")
+    return found[0] if found else _QWEN3_ROPE_THETA
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    if (folder / _WEIGHTS).exists():
+        names = [_WEIGHTS]
+    elif (folder / _INDEX).exists():
+        names = sorted(set(_read_json(folder / _INDEX)["weight_map"].values()))
+    else:
+        raise ValueError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}")
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            weights |= load_file(folder / name)
+        except Exception as error:
+            raise ValueError(f"{folder / name} cannot be read: {error}") from error
+    return {name.removeprefix("model."): value for name, value in weights.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def _compare(written: DFlashDrafter, shape: DrafterShape, weights: Mapping[str, Tensor], folder: Path) -> None:
+    same = written.shape == shape and all(
+        torch.equal(value.view(torch.uint8), weights[name].view(torch.uint8))
+        for name, value in written.state_dict().items()
+    )
+    if not same:
+        raise RuntimeError(f"the export to {folder} does not read back as what was written")

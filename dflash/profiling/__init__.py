@@ -1,0 +1,1 @@
+"""Stage timers and what becomes of them. Imports nothing else of dflash."""

@@ -1,0 +1,291 @@
+"""What every rank works out before the first micro-batch: device, run folder, data, plan and the drafter's shape."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from dflash.batch import MicroBatch, PackedLayout, TargetShape
+from dflash.checkpoint import find_checkpoint, read_meta
+from dflash.config import Device, DrafterConfig, Dtype, LayerType, TrainConfig
+from dflash.data.build import build_corpus
+from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
+from dflash.data.plan import Plan, PlanEntry
+from dflash.drafter.model import DrafterShape
+from dflash.groups import Launch, Topology
+from dflash.target.loading import load_tokenizer
+from dflash.target.shape import check_target_layer_ids, default_target_layer_ids, read_target_shape
+
+CONFIG_FILE = "config.yaml"
+
+
+class AgreedError(Exception):
+    """Another rank tells the user why this launch ends; this one only has to leave."""
+
+
+class OwnError(ValueError):
+    """An error that no other rank has met, so this one has to tell it."""
+
+
+class Agreement:
+    """Results that one rank works out and all ranks use, through the launch's store.
+
+    Without a store (one process) everything is worked out on the spot. An error of the working rank ends the waiting
+    ones with AgreedError, so the user reads it once.
+    """
+
+    def __init__(self, store: torch.distributed.Store | None, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def once(self, key: str, work: Callable[[], str], worker: int = 0) -> str:
+        """Result of `work`, run by rank `worker` alone."""
+        if self._store is None:
+            return work()
+        if self._rank != worker:
+            reply = json.loads(self._store.get(key))
+            if "error" in reply:
+                raise AgreedError(reply["error"])
+            return reply["value"]
+        try:
+            value = work()
+        except BaseException as error:
+            self._store.set(key, json.dumps({"error": str(error)}))
+            if isinstance(error, ValueError | OSError):
+                raise OwnError(str(error)) from error
+            raise
+        self._store.set(key, json.dumps({"value": value}))
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One launch as all its ranks see it."""
+
+    config: TrainConfig
+    topology: Topology
+    rank: int
+    device: torch.device
+    run_dir: Path
+    target_shape: TargetShape
+    drafter_shape: DrafterShape
+    feature_dtype: torch.dtype
+    train_corpus: TokenCorpus
+    eval_corpus: TokenCorpus
+    plan: Plan
+    resume_from: Path | None
+    first_step: int
+
+    @property
+    def name(self) -> str:
+        return self.topology.name(self.rank)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this launch ends: the plan's last, or `train.stop_at_step` if that comes first."""
+        stop = self.config.train.stop_at_step
+        return self.plan.num_steps if stop is None else min(stop, self.plan.num_steps)
+
+    def num_tokens(self, entry: PlanEntry) -> int:
+        corpus = self.eval_corpus if entry.is_eval else self.train_corpus
+        return int(corpus.lengths[entry.document_ids].sum())
+
+    def micro_batch(self, entry: PlanEntry) -> MicroBatch:
+        corpus = self.eval_corpus if entry.is_eval else self.train_corpus
+        return corpus.micro_batch(entry.index, entry.document_ids)
+
+    def layout(self, entry: PlanEntry) -> PackedLayout:
+        return PackedLayout(
+            num_tokens=self.num_tokens(entry),
+            num_documents=len(entry.document_ids),
+            feature_width=self.drafter_shape.feature_width,
+            feature_dtype=self.feature_dtype,
+        )
+
+    def entries(self) -> Iterator[PlanEntry]:
+        """This launch's entries in order of g: each step's micro-batches, then the evaluation that follows it."""
+        for step in range(self.first_step, self.last_step + 1):
+            yield from self.plan.step_entries(step)
+            yield from self.plan.eval_entries(step)
+
+
+def choose_device(device: Device, local_rank: int) -> torch.device:
+    """Device of one rank; `auto` takes CUDA where there is one. Raises ValueError when CUDA is asked for in vain."""
+    available = torch.cuda.is_available()
+    if device is Device.cuda and not available:
+        raise ValueError("device: is cuda, but torch sees no CUDA device; allowed here: cpu, auto")
+    if device is Device.cpu or not available:
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(f"device: local rank {local_rank} has no GPU of its own, this machine has {count}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, dtype.value)
+
+
+def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
+    """Shape of the drafter: the config's values, the target's where the config has null.
+
+    Raises ValueError that names the key for what the target cannot serve.
+    """
+    if config.target_layer_ids is not None:
+        layer_ids = tuple(config.target_layer_ids)
+    else:
+        layer_ids = default_target_layer_ids(target.num_layers, config.num_features or config.num_layers)
+    check_target_layer_ids(layer_ids, target.num_layers)
+    mask_token_id = config.mask_token_id
+    if mask_token_id is None or not 0 <= mask_token_id < target.vocab_size:
+        raise ValueError(
+            f"model.drafter.mask_token_id: {mask_token_id} must be a token of the target's vocabulary, "
+            f"0 to {target.vocab_size - 1}, that its texts do not use"
+        )
+    heads = config.num_attention_heads or target.num_attention_heads
+    kv_heads = config.num_key_value_heads or min(target.num_key_value_heads, heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"model.drafter.num_key_value_heads: {kv_heads} must divide model.drafter.num_attention_heads ({heads})"
+        )
+    head_dim = config.head_dim or target.head_dim
+    if head_dim % 2:
+        raise ValueError(f"model.drafter.head_dim: {head_dim} must be even, since RoPE rotates pairs")
+    types = config.layer_types or [LayerType.full_attention] * config.num_layers
+    return DrafterShape(
+        hidden_size=target.hidden_size,
+        block_size=config.block_size,
+        layer_types=tuple(kind.value for kind in types),
+        sliding_window=config.sliding_window,
+        sliding_is_causal=config.sliding_is_causal,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.intermediate_size or target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=config.rope_theta or target.rope_theta,
+        max_position_embeddings=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=layer_ids,
+        num_target_layers=target.num_layers,
+    )
+
+
+def choose_run_dir(config: TrainConfig) -> Path:
+    """Folder of this run; raises ValueError when it holds another run and resume is `no`."""
+    run_dir = Path(config.run_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S")).expanduser().absolute()
+    if (run_dir / CONFIG_FILE).exists() and config.resume == "no":
+        raise ValueError(
+            f"run_dir: {run_dir} holds another run; choose another folder, or set resume=auto to go on with it"
+        )
+    return run_dir
+
+
+def claim_run_dir(run_dir: Path, config: TrainConfig) -> str:
+    """Make the run folder and mark it as this run's, once nothing more can be wrong with the configuration."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    return "claimed"
+
+
+def prepare(
+    config: TrainConfig, topology: Topology, launch: Launch, device: torch.device, agreement: Agreement
+) -> Run:
+    """Work out the whole run, the first rank saying what it found on the console.
+
+    Raises ValueError for what the user can mend, AgreedError when another rank tells it.
+    """
+
+    def say(text: str) -> None:
+        if launch.rank == launch.node_leader:
+            print(text, flush=True)
+
+    target_shape = read_target_shape(config.model.target.path)
+    shape = drafter_shape(config.model.drafter, target_shape)
+    if config.train.micro_batches_per_step % topology.num_drafters:
+        raise ValueError(
+            f"train.micro_batches_per_step: {config.train.micro_batches_per_step} must be divisible by the number of "
+            f"drafter ranks ({topology.num_drafters})"
+        )
+    run_dir = Path(agreement.once("run_dir", lambda: str(choose_run_dir(config))))
+    train_corpus, eval_corpus, plan = _read_data(config, target_shape, launch.node_leader, agreement, say)
+    fingerprint = agreement.once("fingerprint", lambda: train_corpus.fingerprint)
+    if train_corpus.fingerprint != fingerprint:
+        raise OwnError(f"data.train_path: rank {launch.rank} reads other data than rank 0 does; copy the same files")
+    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir) or ""))
+    first_step = 1
+    if resume_from:
+        meta = read_meta(Path(resume_from))
+        meta.check_matches(shape, train_corpus.fingerprint)
+        first_step = meta.step + 1
+        say(f"resuming after step {meta.step} from {resume_from}")
+    agreement.once("claim", lambda: claim_run_dir(run_dir, config))
+    run = Run(
+        config=config,
+        topology=topology,
+        rank=launch.rank,
+        device=device,
+        run_dir=run_dir,
+        target_shape=target_shape,
+        drafter_shape=shape,
+        feature_dtype=resolve_dtype(config.model.target.dtype, device),
+        train_corpus=train_corpus,
+        eval_corpus=eval_corpus,
+        plan=plan,
+        resume_from=Path(resume_from) if resume_from else None,
+        first_step=first_step,
+    )
+    say(plan.describe())
+    return run
+
+
+def _read_data(
+    config: TrainConfig, target: TargetShape, node_leader: int, agreement: Agreement, say: Callable[[str], None]
+) -> tuple[TokenCorpus, TokenCorpus, Plan]:
+    data, loop = config.data, config.train
+
+    def corpus(key: str, path: str) -> TokenCorpus:
+        folder = agreement.once(
+            f"{key}/{node_leader}",
+            lambda: str(
+                build_corpus(
+                    path,
+                    load_tokenizer(config.model.target.path),
+                    max_length=data.max_length,
+                    overlong=data.overlong,
+                    max_bad_fraction=data.max_bad_fraction,
+                    vocab_size=target.vocab_size,
+                    cache_dir=Path(data.cache_dir).expanduser(),
+                    report=say,
+                )
+            ),
+            worker=node_leader,
+        )
+        return open_corpus(Path(folder))
+
+    train_corpus = corpus("data.train_path", data.train_path)
+    if data.eval_path is not None:
+        eval_corpus = corpus("data.eval_path", data.eval_path)
+        train_ids = None
+        eval_ids = sample_documents(eval_corpus, data.eval_max_documents, config.seed)
+    else:
+        eval_corpus = train_corpus
+        train_ids, eval_ids = split_documents(train_corpus, data.eval_fraction, config.seed, data.eval_max_documents)
+    plan = Plan(
+        train_corpus.documents(train_ids),
+        eval_corpus.documents(eval_ids),
+        tokens_per_micro_batch=data.tokens_per_micro_batch,
+        micro_batches_per_step=loop.micro_batches_per_step,
+        num_epochs=loop.num_epochs,
+        max_steps=loop.max_steps,
+        eval_interval_steps=loop.eval_interval_steps,
+        seed=config.seed,
+    )
+    return train_corpus, eval_corpus, plan

@@ -1,0 +1,85 @@
+"""The loop of a target rank: run the frozen target over its micro-batches and send what it captured."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.batch import MicroBatch, PackedHiddenStates, PackedLayout
+from dflash.profiling.report import RankReport
+from dflash.profiling.stats import ProfileStats
+from dflash.roles.peers import LOADING_S, connected
+from dflash.roles.setup import Run
+from dflash.target.capture import FrozenTarget
+from dflash.target.loading import load_causal_lm
+from dflash.target.packing import BufferPool, HiddenStatePacker
+from dflash.transport.process_groups import ProcessGroups
+from dflash.transport.sender import HiddenStateSender
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """The frozen target, and the pool and packer for what its hooks capture."""
+
+    target: FrozenTarget
+    pool: BufferPool
+    packer: HiddenStatePacker
+
+    @classmethod
+    def load(cls, run: Run, num_buffers: int) -> "Producer":
+        model = load_causal_lm(run.config.model.target.path, run.feature_dtype, run.device)
+        target = FrozenTarget(model, run.drafter_shape.target_layer_ids)
+        pool = BufferPool(num_buffers, _largest_num_bytes(run), run.device)
+        return cls(target, pool, HiddenStatePacker(pool, run.feature_dtype, run.device))
+
+    def produce(self, micro_batch: MicroBatch, buffer: Tensor, stats: ProfileStats) -> PackedHiddenStates:
+        """Hidden states of one micro-batch in a buffer of the pool; on CUDA the work is only enqueued."""
+        with stats.stage("forward"):
+            captured = self.target.forward(micro_batch)
+        with stats.stage("pack"):
+            return self.packer.pack(captured, micro_batch, buffer)
+
+
+def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
+    """Serve this target's micro-batches in order of g, until the plan ends or the drafters say stop."""
+    stats, place = report.stats, run.topology.index_in_group(run.rank)
+    with connected(run, groups) as control:
+        with control.busy(LOADING_S), stats.stage("load"):
+            producer = Producer.load(run, run.config.pipeline.num_send_buffers)
+        pool, packer = producer.pool, producer.packer
+        sender = HiddenStateSender(
+            run.topology,
+            run.rank,
+            control,
+            groups.edges,
+            device=run.device,
+            release=lambda packed: pool.release(packed.buffer),
+        )
+        step = run.first_step
+        for entry in run.entries():
+            if run.topology.target_of(entry.index) != place:
+                continue
+            if sender.is_moot(entry.index):
+                break
+            step = entry.step
+            with stats.stage("data"):
+                micro_batch = run.micro_batch(entry)
+            with stats.stage("blocked"):
+                buffer = sender.wait_for_buffer(pool.acquire)
+            packed = producer.produce(micro_batch, buffer, stats)
+            # On CUDA the isend must follow the packing, not the next forward, so it joins the packer's stream.
+            with stats.stage("send"), torch.cuda.stream(packer.stream):
+                sender.send(packed, entry.index)
+            packer.raise_if_bad()
+            report.count("throughput/tokens_per_s", micro_batch.num_tokens)
+            report.poll(step)
+        with stats.stage("blocked"):
+            sender.finish()
+        packer.raise_if_bad(wait=True)
+
+
+def _largest_num_bytes(run: Run) -> int:
+    """Bound on a packed micro-batch: as many tokens as may be, in documents of two tokens each."""
+    num_tokens = run.config.data.tokens_per_micro_batch
+    shape = run.drafter_shape
+    return PackedLayout(num_tokens, num_tokens, shape.feature_width, run.feature_dtype).num_bytes

@@ -1,0 +1,82 @@
+"""Train a drafter: `torchrun --nproc_per_node 8 -m dflash.train [group=choice] [key=value]`."""
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from dflash.config import TrainConfig, config_folder, one_line, register_schema, to_train_config
+from dflash.groups import Launch, Role, choose_topology
+from dflash.profiling.report import RankReport, name_process
+from dflash.profiling.stats import ProfileStats
+from dflash.roles.colocated import run_colocated
+from dflash.roles.drafter import run_drafter
+from dflash.roles.setup import AgreedError, Agreement, OwnError, Run, choose_device, prepare
+from dflash.roles.target import run_target
+from dflash.transport.errors import TransportError
+from dflash.transport.process_groups import ProcessGroups, join
+
+
+def train(config: TrainConfig, launch: Launch) -> None:
+    """Join the other ranks, agree on the run, play this rank's role to its end."""
+    topology = choose_topology(
+        launch.world_size, colocated=config.pipeline.colocated, num_target_ranks=config.pipeline.num_target_ranks
+    )
+    name_process(topology.name(launch.rank))
+    device = choose_device(config.device, launch.local_rank)
+    groups = None if topology.colocated else join(topology, launch.rank, device)
+    agreement = Agreement(groups.store if groups else None, launch.rank)
+    run = prepare(config, topology, launch, device, agreement)
+    if run.first_step <= run.last_step:
+        play(run, groups)
+    elif launch.rank == 0:
+        print(f"nothing left to train: {run.first_step - 1} of {run.plan.num_steps} steps are done", flush=True)
+    if groups is not None:
+        groups.close()
+
+
+def play(run: Run, groups: ProcessGroups | None) -> None:
+    """This rank's loop, with its report around it."""
+    role = run.topology.role(run.rank)
+    report = RankReport(run.run_dir, run.name, role.value, ProfileStats(run.device), run.config.profiling.interval_s)
+    loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
+    try:
+        loop(run, groups, report)
+    except TransportError as error:
+        raise OwnError(f"{run.name}: {error}") from error
+    finally:
+        report.close(run.last_step)
+
+
+@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
+@record
+def main(composed: DictConfig) -> None:
+    launch = Launch.from_environment(os.environ)
+    try:
+        train(to_train_config(composed), launch)
+    except AgreedError:
+        sys.exit(1)
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        # Every rank meets an error of the configuration; the first one tells it.
+        if launch.rank == 0 or isinstance(error, OwnError):
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def cli() -> None:
+    """Run `main`, telling an error of composition, too, in one line and by one rank."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print on several lines
+    register_schema()
+    try:
+        main()
+    except hydra.errors.HydraException as error:
+        if Launch.from_environment(os.environ).rank == 0:
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    cli()

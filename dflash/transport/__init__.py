@@ -1,0 +1,1 @@
+"""Hidden states from target ranks to drafter ranks: control sockets, payload channels, the hidden-state queue."""
