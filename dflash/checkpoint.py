@@ -12,7 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from dflash.drafter.model import DFlashDrafter, DrafterShape
+from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.served import SERVED_CONFIG, load_served
+from dflash.drafter.shape import DrafterShape
 
 META_FILE = "meta.json"
 _FORMAT = 1
@@ -81,11 +83,18 @@ def load_checkpoint(folder: Path, drafter: DFlashDrafter, optimizer: torch.optim
 
 
 def load_drafter(folder: Path) -> DFlashDrafter:
-    """Drafter of a checkpoint (fp32, on the CPU), or of the newest checkpoint of a run folder."""
+    """Drafter (fp32, on the CPU) of an export, of a checkpoint, or of the newest checkpoint of a run folder.
+
+    Raises ValueError when the folder is none of these.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"drafter {folder}: no such folder; give a checkpoint, a run folder or an export")
+    if (folder / SERVED_CONFIG).is_file():
+        return load_served(folder)
     if not (folder / META_FILE).exists():
         newest = list_checkpoints(folder)
         if not newest:
-            raise ValueError(f"{folder}: is neither a checkpoint nor a run folder with one")
+            raise ValueError(f"drafter {folder}: is neither a checkpoint, nor a run folder with one, nor an export")
         folder = newest[-1]
     drafter = DFlashDrafter(read_meta(folder).shape)
     state = {"model": drafter.state_dict()}

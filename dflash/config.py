@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,9 @@ class Dtype(Enum):
     float16 = "float16"
 
 
-class LayerType(Enum):
+class LayerType(StrEnum):
+    """Kinds of drafter layers, spelt as Transformers' `layer_types` spells them."""
+
     full_attention = "full_attention"
     sliding_attention = "sliding_attention"
 
@@ -185,7 +187,8 @@ def to_train_config(composed: DictConfig) -> TrainConfig:
     if missing:
         raise ValueError(f"{missing[0]}: must be given")
     # Hydra's `+key=value` adds keys behind the schema's back; merged onto the schema they are refused by name.
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), composed))
+    plain = OmegaConf.to_container(composed)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), plain))
     assert isinstance(config, TrainConfig)
     _check(config)
     return config
@@ -307,7 +310,8 @@ def parse_cli(schema: type[T], argv: list[str], doc: str) -> T:
     try:
         for argument in argv:
             if "=" not in argument:
-                raise ValueError(f"{argument}: expected key=value, keys are {', '.join(f.name for f in fields(schema))}")
+                keys = ", ".join(f.name for f in fields(schema))
+                raise ValueError(f"{argument}: expected key=value, keys are {keys}")
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_cli(argv))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:

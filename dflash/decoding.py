@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from dflash.batch import TargetVocabulary
 from dflash.drafter.head import vocabulary_logits
 from dflash.drafter.model import DFlashDrafter, embed_blocks
-from dflash.target.capture import _find_layers
+from dflash.target.capture import decoder_layers
 from dflash.target.shape import read_field
 
 
@@ -160,7 +160,7 @@ class CachedTarget:
         self, target: PreTrainedModel, target_layer_ids: Sequence[int] = (), *, can_roll_back: bool = False
     ) -> None:
         self._target = target
-        layers = _find_layers(target.get_decoder()) if target_layer_ids else []
+        layers = decoder_layers(target.get_decoder()) if target_layer_ids else []
         self._captured_layers = [layers[i] for i in target_layer_ids]
         self._can_roll_back = can_roll_back
         self._cache: Cache | None = None

@@ -27,7 +27,6 @@ from dflash.config import Device, Dtype, parse_cli, run_cli
 from dflash.data.prompts import Prompt, read_prompts
 from dflash.decoding import SpeculativeResult, check_room, greedy_decode, speculative_decode
 from dflash.drafter.model import DFlashDrafter
-from dflash.drafter.served import load_served
 from dflash.drafter.shape import DrafterShape
 from dflash.roles.setup import choose_device, resolve_dtype
 from dflash.target.loading import load_causal_lm, load_tokenizer, stop_token_ids
@@ -100,7 +99,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Decode all prompts both ways, write the report to `config.output` and return it; raises ValueError."""
     output = Path(config.output).expanduser()
     _check(config, output)
-    drafter = open_drafter(config.drafter)
+    drafter = load_drafter(Path(config.drafter).expanduser())
     target_shape = read_target_shape(config.target)
     check_fits(drafter.shape, target_shape, config)
     tokenizer = load_tokenizer(config.target)
@@ -135,14 +134,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     write_report(report, output)
     print(describe(report, output))
     return report
-
-
-def open_drafter(path: str) -> DFlashDrafter:
-    """Drafter of a checkpoint, of the newest checkpoint of a run folder, or of an export; raises ValueError."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"drafter {path}: no such folder; give a checkpoint, a run folder or an export")
-    return load_served(folder) if (folder / "config.json").is_file() else load_drafter(folder)
 
 
 def check_fits(drafter: DrafterShape, target: TargetShape, config: EvaluateConfig) -> None:

@@ -15,9 +15,7 @@ from omegaconf import MISSING
 
 from dflash.checkpoint import load_drafter
 from dflash.config import Dtype, parse_cli, run_cli
-from dflash.drafter.served import load_served, save_served
-
-SERVED_CONFIG = "config.json"
+from dflash.drafter.served import SERVED_CONFIG, save_served
 
 
 @dataclass(slots=True)
@@ -32,14 +30,11 @@ def export(config: ExportConfig) -> None:
     source, output = Path(config.checkpoint).expanduser(), Path(config.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"output: {output} exists already; remove it or name another folder")
-    if not source.is_dir():
-        raise ValueError(f"checkpoint: {source} is no folder; give a checkpoint, a run folder or an export")
-    is_export = (source / SERVED_CONFIG).is_file()
-    drafter = load_served(source) if is_export else load_drafter(source)
+    drafter = load_drafter(source)
     if config.dtype is not Dtype.auto:
         dtype = getattr(torch, config.dtype.value)
     else:
-        dtype = served_dtype(source) if is_export else torch.float32
+        dtype = served_dtype(source) if (source / SERVED_CONFIG).is_file() else torch.float32
     save_served(drafter, output, dtype)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     print(f"exported {num_parameters:,} parameters in {str(dtype).removeprefix('torch.')} from {source} to {output}")

@@ -77,7 +77,8 @@ class Topology:
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """The (target, drafter) pairs in use, in the order of their first micro-batch: lcm(T, D) of them."""
-        return tuple((g % self.num_targets, g % self.num_drafters) for g in range(math.lcm(self.num_targets, self.num_drafters)))
+        count = math.lcm(self.num_targets, self.num_drafters)
+        return tuple((self.target_of(index), self.drafter_of(index)) for index in range(count))
 
 
 def default_num_target_ranks(world_size: int) -> int:

@@ -2,10 +2,12 @@
 
 import os
 import sys
+from typing import NoReturn
 
 import hydra
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from dflash.config import TrainConfig, config_folder, one_line, register_schema, to_train_config
@@ -45,7 +47,7 @@ def play(run: Run, groups: ProcessGroups | None) -> None:
     loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
     try:
         loop(run, groups, report)
-    except TransportError as error:
+    except (TransportError, ValueError, OSError) as error:
         raise OwnError(f"{run.name}: {error}") from error
     finally:
         report.close(run.last_step)
@@ -58,12 +60,21 @@ def main(composed: DictConfig) -> None:
     try:
         train(to_train_config(composed), launch)
     except AgreedError:
-        sys.exit(1)
+        leave()
     except (ValueError, OSError, OmegaConfBaseException) as error:
         # Every rank meets an error of the configuration; the first one tells it.
         if launch.rank == 0 or isinstance(error, OwnError):
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        leave()
+
+
+def leave() -> NoReturn:
+    """End a failed rank at once: destroying a group whose members are gone, or a pending transfer, may block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_available() and dist.is_initialized():
+        os._exit(1)
+    sys.exit(1)
 
 
 def cli() -> None:

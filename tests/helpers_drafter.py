@@ -4,9 +4,25 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash.batch import MicroBatch, TargetVocabulary
 from dflash.drafter.shape import DrafterShape
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest storage, in elements, of whatever is computed inside it, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out
 
 
 def small_shape(**changes) -> DrafterShape:
@@ -47,8 +63,8 @@ def small_micro_batch(
 
 def small_vocabulary(shape: DrafterShape, seed: int = 1, **scalings) -> TargetVocabulary:
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda: torch.randn(shape.vocab_size, shape.hidden_size, generator=generator, dtype=torch.float64)  # noqa: E731
-    return TargetVocabulary(draw(), draw(), **scalings)
+    size = (2, shape.vocab_size, shape.hidden_size)
+    return TargetVocabulary(*torch.randn(size, generator=generator, dtype=torch.float64), **scalings)
 
 
 def randomize(drafter: torch.nn.Module, seed: int = 2) -> None:
@@ -87,17 +103,15 @@ def dense_attention(
     queries: Tensor, context_keys: Tensor, context_values: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 ) -> Tensor:
     """Softmax attention with the whole score matrix, one query head at a time."""
-    num_blocks, block_size, num_heads, head_dim = queries.shape
+    num_heads, head_dim = queries.shape[2:]
     group = num_heads // keys.shape[2]
-    out = torch.empty_like(queries)
     heads = []
     for h in range(num_heads):
         all_keys = torch.cat((context_keys[:, h // group], keys[:, :, h // group].reshape(-1, head_dim)))
         all_values = torch.cat((context_values[:, h // group], values[:, :, h // group].reshape(-1, head_dim)))
         scores = queries[:, :, h] @ all_keys.T / math.sqrt(head_dim)
         heads.append(scores.masked_fill(~mask, -math.inf).softmax(-1) @ all_values)
-    out = torch.stack(heads, dim=2)
-    return out
+    return torch.stack(heads, dim=2)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -132,27 +146,27 @@ def dense_drafter(
     context = _norm(features_TF @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     hidden = embeddings_NBH.reshape(-1, hidden_size)
     for number, kind in enumerate(shape.layer_types):
-        get = lambda name, number=number: weights[f"layers.{number}.{name}.weight"]  # noqa: E731
+        layer = {n.removeprefix(f"layers.{number}."): w for n, w in weights.items()}
         window = shape.sliding_window if kind == "sliding_attention" else None
         mask = visible_mask(anchors, lengths, block_size, window, shape.sliding_is_causal)
-        split = lambda x: x.view(x.shape[0], -1, head_dim)  # noqa: E731
-        normed = _norm(hidden, get("input_layernorm"), eps)
-        project_key = lambda x, p, get=get: _rope(  # noqa: E731
-            _norm(split(x @ get("self_attn.k_proj").T), get("self_attn.k_norm"), eps), p, shape.rope_theta
-        )
-        queries = _norm(split(normed @ get("self_attn.q_proj").T), get("self_attn.q_norm"), eps)
-        queries = _rope(queries, slot_positions, shape.rope_theta)
-        by_block = lambda x: x.unflatten(0, (num_blocks, block_size))  # noqa: E731
+        normed = _norm(hidden, layer["input_layernorm.weight"], eps)
+
+        def heads(x: Tensor, name: str, positions: Tensor | None = None, layer: dict[str, Tensor] = layer) -> Tensor:
+            split = (x @ layer[f"self_attn.{name}_proj.weight"].T).view(x.shape[0], -1, head_dim)
+            if positions is None:
+                return split
+            return _rope(_norm(split, layer[f"self_attn.{name}_norm.weight"], eps), positions, shape.rope_theta)
+
         attended = dense_attention(
-            by_block(queries),
-            project_key(context, token_positions),
-            split(context @ get("self_attn.v_proj").T),
-            by_block(project_key(normed, slot_positions)),
-            by_block(split(normed @ get("self_attn.v_proj").T)),
+            heads(normed, "q", slot_positions).unflatten(0, (num_blocks, block_size)),
+            heads(context, "k", token_positions),
+            heads(context, "v"),
+            heads(normed, "k", slot_positions).unflatten(0, (num_blocks, block_size)),
+            heads(normed, "v").unflatten(0, (num_blocks, block_size)),
             mask,
         )
-        hidden = hidden + attended.reshape(hidden.shape[0], -1) @ get("self_attn.o_proj").T
-        normed = _norm(hidden, get("post_attention_layernorm"), eps)
-        gate, up = normed @ get("mlp.gate_proj").T, normed @ get("mlp.up_proj").T
-        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ get("mlp.down_proj").T
+        hidden = hidden + attended.reshape(hidden.shape[0], -1) @ layer["self_attn.o_proj.weight"].T
+        normed = _norm(hidden, layer["post_attention_layernorm.weight"], eps)
+        gate, up = normed @ layer["mlp.gate_proj.weight"].T, normed @ layer["mlp.up_proj.weight"].T
+        hidden = hidden + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
     return _norm(hidden, weights["norm.weight"], eps).view(num_blocks, block_size, hidden_size)

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from dflash.batch import PackedHiddenStates, PackedLayout
 from dflash.groups import Role, Topology
 from dflash.transport.connect import connect
 from dflash.transport.control import ControlPlane
+from dflash.transport.messages import Kind, Message
+from dflash.transport.payload import PayloadChannel
 from dflash.transport.process_groups import ProcessGroups, join
 from dflash.transport.queue import HiddenStateQueue
 from dflash.transport.sender import HiddenStateSender
 
 # A server that has imported torch forks every rank, which takes milliseconds instead of seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["helpers_transport"])
+_CONTEXT.set_forkserver_preload(["helpers_transport", "pytest"])  # a rank imports our main module, pytest
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,12 @@ def make_sender(
 
 
 def make_queue(
-    topology: Topology, rank: int, groups: ProcessGroups, control: ControlPlane, spec: Spec
+    topology: Topology,
+    rank: int,
+    groups: ProcessGroups,
+    control: ControlPlane,
+    spec: Spec,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> HiddenStateQueue:
     def schedule_of(drafter: int) -> Iterator[tuple[int, PackedLayout]]:
         for index in range(drafter, spec.num_entries, topology.num_drafters):
@@ -124,6 +133,7 @@ def make_queue(
         max_bytes=spec.max_bytes,
         min_ready=spec.min_ready,
         device=torch.device("cpu"),
+        on_wait=on_wait,
     )
 
 
@@ -213,6 +223,100 @@ def num_resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+class Stopped(Exception):
+    """What the stop hook of a test raises."""
+
+
+def wait_and_be_stopped(topology: Topology, rank: int, spec: Spec) -> float | None:
+    """Drafter 1 waits for what never comes, in the queue and in a collective, until a signal; returns how late."""
+    groups = join(topology, rank, torch.device("cpu"), timeout_s=30)
+    control = connect(topology, rank, groups.store, peer_timeout_s=spec.peer_timeout_s, timeout_s=30)
+    if rank != 1:
+        groups.barrier(30)
+        return None
+    signals: list[int] = []
+
+    def look() -> None:
+        if signals:
+            raise Stopped
+
+    signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
+    queue = make_queue(topology, rank, groups, control, spec, on_wait=look)
+    late_s = []
+    for wait in (
+        lambda: queue.take(0),
+        lambda: queue.wait(dist.all_reduce(torch.ones(3), group=groups.drafters, async_op=True)),
+    ):
+        signals.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        started_s = time.monotonic()
+        try:
+            wait()
+        except Stopped:
+            late_s.append(time.monotonic() - started_s - 0.3)
+    groups.barrier(30)
+    assert len(late_s) == 2
+    return max(late_s)
+
+
+def joining_time(topology: Topology, rank: int, spec: Spec) -> float:
+    """Joins and connects; returns the seconds it took."""
+    started_s = time.monotonic()
+    groups = join(topology, rank, torch.device("cpu"), timeout_s=30)
+    connect(topology, rank, groups.store, peer_timeout_s=spec.peer_timeout_s, timeout_s=30)
+    own_edges = [edge for edge in topology.edges if rank in (edge[0], topology.drafter_rank(edge[1]))]
+    assert list(groups.edges) == own_edges
+    is_target = topology.role(rank) is Role.TARGET
+    assert (groups.drafters is None) == (groups.checkpoint is None) == is_target
+    groups.barrier(20)
+    return time.monotonic() - started_s
+
+
+def cut_payload(topology: Topology, rank: int, spec: Spec) -> None:
+    """Target 0 dies in the middle of a large payload, which the first drafter is receiving."""
+    groups = join(topology, rank, torch.device("cpu"), timeout_s=30)
+    control = connect(topology, rank, groups.store, peer_timeout_s=spec.peer_timeout_s, timeout_s=30)
+    layout = PackedLayout(700_000, 1, 48, torch.float32)  # 134 MB
+    device = torch.device("cpu")
+    if topology.role(rank) is Role.TARGET:
+        sender = HiddenStateSender(topology, rank, control, groups.edges, device=device, release=lambda _: None)
+        sender.wait_until_can_send(0)
+        sender.send(PackedHiddenStates(layout, torch.ones(layout.num_bytes, dtype=torch.uint8)), 0)
+        groups.store.wait(["receiving"])
+        perish(spec, "")
+    limits = {"depth": 2, "max_bytes": None, "min_ready": 1, "device": device}
+    queue = HiddenStateQueue(topology, rank, control, groups.edges, lambda d: [(d, layout)], **limits)
+    queue.pump_until(lambda: queue.depth == 1 or rank != topology.drafter_rank(0))
+    groups.store.set("receiving", "1")
+    queue.take(topology.index_in_group(rank))
+
+
+def lie(topology: Topology, rank: int, spec: Spec) -> dict[str, Any]:
+    """An exchange in which target 0 says something untrue about micro-batch `at`: the field that `victim` names."""
+    if rank == 0:
+        _tell(spec.victim, spec.at)
+    return exchange(topology, rank, spec)
+
+
+def _tell(untruth: str, at: int) -> None:
+    honest_send, honest_payload = ControlPlane.send, PayloadChannel.send
+
+    def send(plane: ControlPlane, rank: int, message: Message) -> None:
+        if message.kind is Kind.READY and message.index == at and untruth != "trailer":
+            value = torch.float16 if untruth == "feature_dtype" else getattr(message, untruth) + 2
+            message = replace(message, **{untruth: value})
+        honest_send(plane, rank, message)
+
+    def send_payload(
+        channel: PayloadChannel, packed: PackedHiddenStates, sequence: int, index: int, ready: None
+    ) -> None:
+        is_untrue = index == at and untruth == "trailer"
+        honest_payload(channel, packed, sequence, index + 2 * is_untrue, ready)
+
+    ControlPlane.send = send
+    PayloadChannel.send = send_payload
+
+
 Body = Callable[[Topology, int, Spec], Any]
 
 
@@ -234,6 +338,7 @@ def _rank_main(pipe: Any, body: Body, topology: Topology, rank: int, spec: Spec,
 
 def run_ranks(body: Body, topology: Topology, spec: Spec, *, timeout_s: float = 60.0) -> list[Outcome]:
     """Runs `body(topology, rank, spec)` on every rank in a process of its own; none of them outlives the call."""
+    _start_server()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -251,6 +356,17 @@ def run_ranks(body: Body, topology: Topology, spec: Spec, *, timeout_s: float = 
         process.join()
         pipe.close()
     return outcomes
+
+
+def _start_server() -> None:
+    """Before Python 3.13 the server does not get our sys.path, and would preload nothing."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
 
 
 def _outcome(process: Any, pipe: Any, deadline_s: float) -> Outcome:

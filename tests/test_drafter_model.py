@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers_drafter import dense_drafter, randomize, small_micro_batch, small_shape, small_vocabulary
 
+from dflash.config import LayerType
 from dflash.drafter.blocks import Blocks
 from dflash.drafter.model import DFlashDrafter, RMSNorm, embed_blocks
-from dflash.drafter.shape import LayerType
 
 LENGTHS = [13, 2, 25]
 ANCHORS = [30, 0, 12, 13, 14, 22, 39, 15, 30]
@@ -33,14 +33,6 @@ def _inputs(drafter: DFlashDrafter) -> tuple[torch.Tensor, torch.Tensor]:
     features_TF = torch.randn(sum(LENGTHS), shape.feature_width, generator=generator, dtype=torch.float64)
     tokens = small_micro_batch(LENGTHS).input_ids[torch.tensor(ANCHORS)]
     return features_TF, embed_blocks(small_vocabulary(shape), tokens, shape.mask_token_id, shape.block_size)
-
-
-@pytest.fixture(autouse=True)
-def _exact_norms(monkeypatch):
-    """In these tests norms and rotations run in fp64 as the twin does; elsewhere they are fp32."""
-    monkeypatch.setattr(
-        torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else self.to(torch.float32)
-    )
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
@@ -129,8 +121,7 @@ def test_embed_blocks_scales_and_masks():
     assert torch.equal(embedded, vocabulary.embedding[rows] * 3.0)
 
 
-def test_norm_is_fp32_inside_whatever_comes_in(monkeypatch):
-    monkeypatch.undo()
+def test_norm_is_fp32_inside_whatever_comes_in():
     norm = RMSNorm(64, 1e-6)
     hidden = torch.randn(7, 64).bfloat16()
     out = norm(hidden)
@@ -180,4 +171,4 @@ def test_shapes_without_windows_have_one_spelling():
     assert small_shape(**layers, sliding_window=9, sliding_is_causal=False) == small_shape(
         **layers, sliding_window=None
     )
-    assert small_shape(**layers).layer_types == (LayerType.FULL,)
+    assert small_shape(**layers).layer_types == (LayerType.full_attention,)

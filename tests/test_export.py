@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from dflash.checkpoint import CheckpointMeta, save_checkpoint
+from dflash.checkpoint import CheckpointMeta, load_drafter, save_checkpoint
 from dflash.config import Dtype, run_cli
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.served import load_served
-from dflash.evaluate import open_drafter
 from dflash.export import ExportConfig, export, main
 
 SERVED = Path(__file__).parent / "fixtures" / "served_pair" / "draft"
@@ -63,7 +62,7 @@ def test_checkpoint_and_run(tmp_path: Path) -> None:
         export(ExportConfig(checkpoint=str(tmp_path / source), output=str(output)))
         assert_same_tensors(load_file(output / "model.safetensors"), dict(drafters[step].state_dict()))
         assert load_served(output).shape == drafters[step].shape
-        assert_same_tensors(open_drafter(str(tmp_path / source)).state_dict(), dict(drafters[step].state_dict()))
+        assert_same_tensors(load_drafter(tmp_path / source).state_dict(), dict(drafters[step].state_dict()))
 
 
 def test_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
@@ -110,4 +109,4 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit) as ended:
         run_cli(main)
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("error: checkpoint: absent is no folder")
+    assert capsys.readouterr().err.startswith("error: drafter absent: no such folder")

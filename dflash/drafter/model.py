@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash.batch import TargetVocabulary
+from dflash.config import LayerType
 from dflash.drafter.attention import Attend, plan_attention
 from dflash.drafter.blocks import Blocks
 from dflash.drafter.cache import DrafterCache
 from dflash.drafter.rotary import Rotary
-from dflash.drafter.shape import DrafterShape, LayerType
+from dflash.drafter.shape import DrafterShape
 
 INITIALIZER_RANGE = 0.02
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), computed in fp32 whatever comes in, returned in the input's dtype."""
+    """Root mean square norm (arXiv 1910.07467), computed in fp32 at least, returned in the input's dtype."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +27,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden.float(), self.weight.shape, self.weight.float(), self.eps).to(hidden.dtype)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return F.rms_norm(hidden.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(hidden.dtype)
 
 
 class MLP(nn.Module):

@@ -23,6 +23,6 @@ class Rotary:
         return cls(torch.cat((cos, cos), -1)[..., None, :], torch.cat((-sin, sin), -1)[..., None, :])
 
     def turn(self, heads: Tensor) -> Tensor:
-        """Turns `heads` [..., heads, D], the two halves of D being the pairs; in fp32, returned in its own dtype."""
-        wide = heads.float()
+        """Turns `heads` [..., heads, D], pairs being its two halves; in fp32 at least, returned in its own dtype."""
+        wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
         return (wide * self.cos + wide.roll(heads.shape[-1] // 2, -1) * self.sin).to(heads.dtype)

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash.config import LayerType
 from dflash.drafter.model import INITIALIZER_RANGE, DFlashDrafter
-from dflash.drafter.shape import DrafterShape, LayerType
+from dflash.drafter.shape import DrafterShape
 
 ARCHITECTURE = "DFlashDraftModel"
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SERVED_CONFIG = "config.json"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Defaults of Transformers' Qwen3Config, for what a config leaves out.
 _QWEN3_HEAD_DIM, _QWEN3_MAX_WINDOW_LAYERS, _QWEN3_ROPE_THETA = 128, 28, 10000.0
 _QWEN3_RMS_NORM_EPS, _QWEN3_MAX_POSITIONS = 1e-6, 32768
@@ -35,7 +37,7 @@ def save_served(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype = torch
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        (scratch / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (scratch / SERVED_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(weights, scratch / _WEIGHTS, metadata={"format": "pt"})
         _compare(load_served(scratch, dtype=dtype), drafter.shape, weights, folder)
         # mkdtemp's folder is for its owner alone; an export is for whoever may read its parent.
@@ -52,7 +54,7 @@ def load_served(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraft
     Raises ValueError naming the folder and the key or tensors that are missing, left over or of a wrong shape.
     """
     folder = Path(folder)
-    shape = served_shape(_read_json(folder / _CONFIG), folder)
+    shape = served_shape(_read_json(folder / SERVED_CONFIG), folder)
     with torch.device("meta"):
         drafter = DFlashDrafter(shape)
     expected = {name: value.shape for name, value in drafter.state_dict().items()}
@@ -62,7 +64,7 @@ def load_served(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraft
         raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; tensors left over: {extra or 'none'}")
     wrong = [f"{n} {list(weights[n].shape)} instead of {list(s)}" for n, s in expected.items() if weights[n].shape != s]
     if wrong:
-        raise ValueError(f"{folder}: tensors that disagree with {_CONFIG}: {'; '.join(wrong)}")
+        raise ValueError(f"{folder}: tensors that disagree with {SERVED_CONFIG}: {'; '.join(wrong)}")
     drafter.load_state_dict({name: value.to(dtype) for name, value in weights.items()}, assign=True)
     # Tensors assigned from a file are not leaves that train until they are told so.
     return drafter.requires_grad_(True)
@@ -73,7 +75,7 @@ def served_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
 
     Raises ValueError for a non-causal window next to full layers: `is_causal` is one key for the whole drafter.
     """
-    slides = LayerType.SLIDING in shape.layer_types
+    slides = LayerType.sliding_attention in shape.layer_types
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
@@ -107,7 +109,7 @@ def served_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         },
     }
     if slides and not shape.sliding_is_causal:
-        if LayerType.FULL in shape.layer_types:
+        if LayerType.full_attention in shape.layer_types:
             raise ValueError("a non-causal window can only be served when every layer is sliding_attention")
         config["is_causal"] = False
     return config
@@ -121,9 +123,9 @@ def served_shape(config: Mapping[str, Any], where: Path) -> DrafterShape:
     try:
         return _shape(config)
     except KeyError as error:
-        raise ValueError(f"{where}: {_CONFIG} has no {error.args[0]!r}") from None
+        raise ValueError(f"{where}: {SERVED_CONFIG} has no {error.args[0]!r}") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {_CONFIG}: {error}") from None
+        raise ValueError(f"{where}: {SERVED_CONFIG}: {error}") from None
 
 
 def _shape(config: Mapping[str, Any]) -> DrafterShape:
@@ -134,7 +136,7 @@ def _shape(config: Mapping[str, Any]) -> DrafterShape:
     dflash = config["dflash_config"]
     window = config.get("sliding_window")
     layer_types = _layer_types(config)
-    slides = LayerType.SLIDING in layer_types
+    slides = LayerType.sliding_attention in layer_types
     return DrafterShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -162,19 +164,22 @@ def _layer_types(config: Mapping[str, Any]) -> tuple[LayerType, ...]:
         # Qwen3's own rule where layers are not named: the first max_window_layers are full.
         first = config.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
         slides = bool(uses_window) and config.get("sliding_window") is not None
-        return tuple(LayerType.SLIDING if slides and i >= first else LayerType.FULL for i in range(num_layers))
+        return tuple(
+            LayerType.sliding_attention if slides and i >= first else LayerType.full_attention
+            for i in range(num_layers)
+        )
     if len(named) != num_layers:
         raise ValueError(f"layer_types names {len(named)} layers, num_hidden_layers is {num_layers}")
-    if uses_window is False and LayerType.SLIDING in named:
+    if uses_window is False and LayerType.sliding_attention in named:
         raise ValueError("layer_types names sliding_attention, but use_sliding_window is false")
     return tuple(named)
 
 
 def _sliding_is_causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> bool:
     is_causal = config.get("is_causal")
-    if is_causal and LayerType.FULL in layer_types:
+    if is_causal and LayerType.full_attention in layer_types:
         raise ValueError("is_causal=true is not supported with full_attention: full layers see their whole block")
-    return LayerType.SLIDING not in layer_types or is_causal is None or bool(is_causal)
+    return LayerType.sliding_attention not in layer_types or is_causal is None or bool(is_causal)
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

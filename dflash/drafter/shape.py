@@ -2,16 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
+from dflash.config import LayerType
 from dflash.drafter.blocks import Visibility
-
-
-class LayerType(StrEnum):
-    """Kinds of drafter layers, spelt as Transformers' `layer_types` spells them."""
-
-    FULL = "full_attention"
-    SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class DrafterShape:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
         object.__setattr__(self, "layer_types", tuple(_layer_type(name) for name in self.layer_types))
-        if LayerType.SLIDING not in self.layer_types:
+        if LayerType.sliding_attention not in self.layer_types:
             # One spelling of a drafter without windows, so that equal drafters have equal shapes.
             object.__setattr__(self, "sliding_window", None)
             object.__setattr__(self, "sliding_is_causal", True)
@@ -65,8 +58,8 @@ class DrafterShape:
     def visibilities(self) -> Mapping[LayerType, Visibility]:
         """What each kind of layer in use lets a block see."""
         kinds = {
-            LayerType.FULL: Visibility(),
-            LayerType.SLIDING: Visibility(window=self.sliding_window, causal=self.sliding_is_causal),
+            LayerType.full_attention: Visibility(),
+            LayerType.sliding_attention: Visibility(window=self.sliding_window, causal=self.sliding_is_causal),
         }
         return {kind: kinds[kind] for kind in dict.fromkeys(self.layer_types)}
 
@@ -101,7 +94,7 @@ class DrafterShape:
     def _check_layers(self) -> None:
         if not self.layer_types:
             raise ValueError("layer_types must name at least one layer")
-        slides = LayerType.SLIDING in self.layer_types
+        slides = LayerType.sliding_attention in self.layer_types
         if slides and (self.sliding_window is None or self.sliding_window < 1):
             raise ValueError(f"sliding_window={self.sliding_window} must be at least 1 for sliding_attention layers")
         ids = self.target_layer_ids

@@ -1,5 +1,7 @@
 """Both roles in one process: the same drafter loop, its hidden states made on demand."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import distributed as dist
 
 from dflash.batch import PackedHiddenStates
@@ -33,6 +35,12 @@ class LocalHiddenStates:
     def consumed(self, packed: PackedHiddenStates) -> None:
         self._producer.pool.release(packed.buffer)
         self._producer.packer.raise_if_bad()
+
+    def pump(self) -> None:
+        """There are no transfers to look after."""
+
+    def busy(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait(self, work: dist.Work) -> None:
         work.wait()

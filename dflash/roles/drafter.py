@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import distributed as dist
@@ -18,6 +19,8 @@ from dflash.roles.trainer import DrafterTrainer
 from dflash.transport.process_groups import ProcessGroups
 from dflash.transport.queue import HiddenStateQueue
 
+SAVING_S = 600.0  # how long a rank may be silent while it writes a checkpoint
+
 
 class HiddenStateSource(Protocol):
     """Where a drafter's micro-batches come from: the queue, or the target in the same process."""
@@ -28,15 +31,17 @@ class HiddenStateSource(Protocol):
     def num_bytes(self) -> int: ...
     def take(self, index: int) -> PackedHiddenStates: ...
     def consumed(self, packed: PackedHiddenStates) -> None: ...
+    def pump(self) -> None: ...
+    def busy(self, seconds: float) -> AbstractContextManager[None]: ...
     def wait(self, work: dist.Work) -> None: ...
 
 
 class QueuedHiddenStates:
-    """The queue, with the time spent waiting for it under its name."""
+    """The queue, with the time spent on it under its names."""
 
     def __init__(self, queue: HiddenStateQueue, stats: ProfileStats) -> None:
         self._queue, self._stats = queue, stats
-        self.consumed, self.wait = queue.consumed, queue.wait
+        self.wait, self.busy = queue.wait, queue.control.busy
 
     @property
     def depth(self) -> int:
@@ -49,6 +54,14 @@ class QueuedHiddenStates:
     def take(self, index: int) -> PackedHiddenStates:
         with self._stats.stage("starved"):
             return self._queue.take(index)
+
+    def consumed(self, packed: PackedHiddenStates) -> None:
+        with self._stats.stage("receive"):
+            self._queue.consumed(packed)
+
+    def pump(self) -> None:
+        with self._stats.stage("receive"):
+            self._queue.pump()
 
 
 def run_drafter(run: Run, groups: ProcessGroups, report: RankReport) -> None:
@@ -69,6 +82,7 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport) -> None:
             device=run.device,
         )
         train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats), report)
+        report.scalars({"queue/max_depth": queue.max_depth_seen}, run.last_step)
         with report.stats.stage("starved"):
             queue.finish()
 
@@ -94,7 +108,7 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
             entries = run.plan.step_entries(step)
             for entry in own_entries(run, entries):
                 hidden = source.take(entry.index)
-                trainer.accumulate(hidden, entry)
+                trainer.accumulate(hidden, entry, source.pump)
                 source.consumed(hidden)
             with stats.stage("gradient_sync"):
                 if (work := trainer.reduce(trainer.flat.buffer)) is not None:
@@ -109,19 +123,17 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
             if held_out := run.plan.eval_entries(step):
                 console.log_evaluation(step, evaluate(run, trainer, source, held_out))
             if step == run.last_step or (checkpoint.interval_steps and step % checkpoint.interval_steps == 0):
-                with stats.stage("checkpoint"):
+                with stats.stage("checkpoint"), source.busy(SAVING_S):
                     trainer.save(step)
             report.poll(step)
 
 
-def evaluate(
-    run: Run, trainer: DrafterTrainer, source: HiddenStateSource, held_out: list[PlanEntry]
-) -> MetricSums:
+def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, held_out: list[PlanEntry]) -> MetricSums:
     """Metric sums over the held-out micro-batches of all drafters."""
     total = MetricSums.zeros(run.drafter_shape.block_size, run.device)
     for entry in own_entries(run, held_out):
         hidden = source.take(entry.index)
-        total.add_(trainer.evaluate(hidden, entry))
+        total.add_(trainer.evaluate(hidden, entry, source.pump))
         source.consumed(hidden)
     if (work := trainer.reduce(total.values)) is not None:
         source.wait(work)

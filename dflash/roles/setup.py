@@ -15,7 +15,8 @@ from dflash.config import Device, DrafterConfig, Dtype, LayerType, TrainConfig
 from dflash.data.build import build_corpus
 from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
 from dflash.data.plan import Plan, PlanEntry
-from dflash.drafter.model import DrafterShape
+from dflash.drafter.objective import decay_gamma
+from dflash.drafter.shape import DrafterShape
 from dflash.groups import Launch, Topology
 from dflash.target.loading import load_tokenizer
 from dflash.target.shape import check_target_layer_ids, default_target_layer_ids, read_target_shape
@@ -161,7 +162,7 @@ def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
     return DrafterShape(
         hidden_size=target.hidden_size,
         block_size=config.block_size,
-        layer_types=tuple(kind.value for kind in types),
+        layer_types=tuple(types),
         sliding_window=config.sliding_window,
         sliding_is_causal=config.sliding_is_causal,
         num_attention_heads=heads,
@@ -195,9 +196,7 @@ def claim_run_dir(run_dir: Path, config: TrainConfig) -> str:
     return "claimed"
 
 
-def prepare(
-    config: TrainConfig, topology: Topology, launch: Launch, device: torch.device, agreement: Agreement
-) -> Run:
+def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: torch.device, agreement: Agreement) -> Run:
     """Work out the whole run, the first rank saying what it found on the console.
 
     Raises ValueError for what the user can mend, AgreedError when another rank tells it.
@@ -209,6 +208,7 @@ def prepare(
 
     target_shape = read_target_shape(config.model.target.path)
     shape = drafter_shape(config.model.drafter, target_shape)
+    decay_gamma(shape.block_size, config.objective.gamma)  # says now, not after loading, that gamma must be given
     if config.train.micro_batches_per_step % topology.num_drafters:
         raise ValueError(
             f"train.micro_batches_per_step: {config.train.micro_batches_per_step} must be divisible by the number of "

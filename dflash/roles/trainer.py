@@ -1,5 +1,6 @@
 """A drafter in training: gradients of one micro-batch at a time, then one optimizer step for all drafters."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,17 +70,21 @@ class DrafterTrainer:
     def is_alone(self) -> bool:
         return self.run.topology.num_drafters == 1
 
-    def accumulate(self, hidden: PackedHiddenStates, entry: PlanEntry) -> None:
-        """Add a micro-batch's gradients and metric sums to the step's."""
-        sums = self._sums(hidden, entry, epoch=entry.epoch)
+    def accumulate(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> None:
+        """Add a micro-batch's gradients and metric sums to the step's.
+
+        `pump` is called between its parts: transfers go on while this rank computes only if it looks after them.
+        """
+        sums = self._sums(hidden, entry, entry.epoch, pump)
+        pump()
         with self.stats.stage("backward"):
             sums.loss_sum.backward()
         self.flat.extras.add_(sums.metrics.values)
 
     @torch.no_grad()
-    def evaluate(self, hidden: PackedHiddenStates, entry: PlanEntry) -> MetricSums:
+    def evaluate(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> MetricSums:
         """Metric sums of a held-out micro-batch, whose anchors are the same in every evaluation."""
-        return self._sums(hidden, entry, epoch=EVALUATION_EPOCH).metrics
+        return self._sums(hidden, entry, EVALUATION_EPOCH, pump).metrics
 
     def reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start the sum of `tensor`, in place, over all drafters; None when there is only one."""
@@ -98,9 +103,7 @@ class DrafterTrainer:
 
     def learning_rate(self, step: int) -> float:
         optim = self.run.config.optim
-        return learning_rate(
-            step, peak=optim.lr, total_steps=self.run.plan.num_steps, warmup_ratio=optim.warmup_ratio
-        )
+        return learning_rate(step, peak=optim.lr, total_steps=self.run.plan.num_steps, warmup_ratio=optim.warmup_ratio)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a finished step; all drafters call it."""
@@ -115,7 +118,9 @@ class DrafterTrainer:
         keep = run.config.checkpoint.keep
         save_checkpoint(run.run_dir, meta, self.drafter, self.optimizer.adamw, group, self.is_leader, keep)
 
-    def _sums(self, hidden: PackedHiddenStates, entry: PlanEntry, epoch: int) -> ObjectiveSums:
+    def _sums(
+        self, hidden: PackedHiddenStates, entry: PlanEntry, epoch: int, pump: Callable[[], None]
+    ) -> ObjectiveSums:
         run, shape, anchors, stats = self.run, self.run.drafter_shape, self.run.config.anchors, self.stats
         with stats.stage("anchors"):
             # Drawn on the host, from the host's copy of the tokens: nothing is read back from the device.
@@ -135,5 +140,6 @@ class DrafterTrainer:
         with stats.stage("layers"):
             embeddings = embed_blocks(self.vocabulary, anchor_tokens, shape.mask_token_id, shape.block_size)
             hidden_NBH = self.drafter(hidden.features, embeddings, blocks)
+        pump()
         with stats.stage("head_and_loss"):
             return objective_sums(hidden_NBH, slots, self.vocabulary)

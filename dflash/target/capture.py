@@ -100,7 +100,7 @@ class FrozenTarget:
         Raises ValueError on layer ids the target has not, and on architectures whose layers cannot be found.
         """
         decoder = model.get_decoder()
-        layers = _find_layers(decoder)
+        layers = decoder_layers(decoder)
         check_target_layer_ids(target_layer_ids, len(layers))
         self._decoder = decoder.requires_grad_(False).eval()
         self._keeps_final_norm = keep_final_norm
@@ -167,7 +167,7 @@ class FrozenTarget:
         return hook
 
 
-def _find_layers(decoder: nn.Module) -> nn.ModuleList:
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """Return the decoder's own list of layers; raises ValueError when there is no telling which it is."""
     num_layers = decoder.config.num_hidden_layers
     found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == num_layers]

@@ -3,12 +3,20 @@
 import os
 import struct
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
 
 GGUF_MAGIC = b"GGUF"
 GGUF_VERSIONS = (2, 3)
@@ -35,8 +43,8 @@ def load_causal_lm(path: str, dtype: torch.dtype, device: torch.device) -> PreTr
     path: a hub name, a local folder or a `.gguf` file; what looks local never reaches the hub.
     Raises ValueError, one line, when there is no usable model at `path`.
     """
-    location = _locate(path)
-    transformers.utils.logging.disable_progress_bar()
+    location = locate(path)
+    _silence_progress_bars()
     # A large model goes straight to its GPU; on CPU this would only add a dependency on accelerate.
     placement: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
@@ -74,14 +82,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase | None:
 
     Raises ValueError, one line, when `path` is no usable place or its tokenizer is damaged.
     """
-    location = _locate(path)
+    location = locate(path)
     folder = Path(location["pretrained_model_name_or_path"])
     if "gguf_file" in location:
         if GGUF_TOKENS_KEY not in _read_gguf_header(folder / location["gguf_file"]).keys:
             return None
     elif folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    transformers.utils.logging.disable_progress_bar()
+    _silence_progress_bars()
     try:
         return AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
     except Exception as error:  # As above: the type says nothing, the place and the text do.
@@ -107,7 +115,7 @@ def _as_ids(value: int | list[int] | tuple[int, ...] | None) -> set[int]:
     return {value} if isinstance(value, int) else {int(token) for token in value}
 
 
-def _locate(path: str) -> dict[str, Any]:
+def locate(path: str) -> dict[str, Any]:
     """Turn a user's path into from_pretrained's arguments, checking local places first."""
     place = Path(os.path.expanduser(path))
     if path.lower().endswith(".gguf"):
@@ -123,6 +131,13 @@ def _locate(path: str) -> dict[str, Any]:
     if not (place / "config.json").is_file():
         raise ValueError(f"target {path}: the folder has no config.json; give the folder that holds the model")
     return {"pretrained_model_name_or_path": str(place), "local_files_only": True}
+
+
+def _silence_progress_bars() -> None:
+    """Keep Transformers' bars off the terminal, where every rank would draw its own."""
+    transformers.utils.logging.disable_progress_bar()
+    # Its GGUF reader draws a bar of its own that no setting reaches.
+    modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=True)
 
 
 def _one_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from dflash.batch import TargetShape
-from dflash.target.loading import _locate
+from dflash.target.loading import locate
 
 _LAYER_IDS_KEY = "model.drafter.target_layer_ids"
 
@@ -25,7 +25,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
     Raises ValueError, one line, when nothing usable lies there.
     """
-    location = _locate(path)
+    location = locate(path)
     try:
         return AutoConfig.from_pretrained(**location, trust_remote_code=False)
     except Exception as error:  # Transformers raises nearly every type here, and all of them mean "not readable".

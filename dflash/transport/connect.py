@@ -44,7 +44,8 @@ def connect(
 ) -> ControlPlane:
     """Connects a rank with all its peers; every rank calls it. Drafters listen, targets call.
 
-    Raises TimeoutError naming the peers that did not come within `timeout_s` seconds.
+    Raises TimeoutError naming a peer that did not come within `timeout_s` seconds, ConnectionError naming one that
+    cannot be reached or is not of this run.
     """
     if rank == 0:
         store.set(_TOKEN_KEY, secrets.token_bytes(TOKEN_BYTES))
@@ -80,7 +81,10 @@ def _call(topology: Topology, rank: int, drafter_rank: int, store: Store, deadli
     """Connects a target with one drafter and proves the token both ways."""
     name = topology.name(drafter_rank)
     key = _ADDRESS_KEY.format(rank=drafter_rank)
-    store.wait([key, _TOKEN_KEY], timedelta(seconds=max(deadline_s - _CLOCK(), 1.0)))
+    try:
+        store.wait([key, _TOKEN_KEY], timedelta(seconds=max(deadline_s - _CLOCK(), 0.1)))
+    except RuntimeError:  # the store's own error, which knows keys and no ranks
+        raise TimeoutError(f"{name} did not come up in time") from None
     host, port = store.get(key).decode().split("|")
     token = bytes(store.get(_TOKEN_KEY))
     try:

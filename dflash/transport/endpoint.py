@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from dflash.transport.channel import ControlChannel
 from dflash.transport.control import ControlPlane
@@ -62,11 +62,9 @@ class Endpoint(ABC):
 
     def wait(self, work: Work) -> None:
         """Waits for an asynchronous collective while pumping. Raises PeerLost when a member of its group is gone."""
+        self.pump_until(work.is_completed)
         try:
-            self.pump_until(work.is_completed)
             work.wait()
-        except TransportError:
-            raise
         except RuntimeError as error:
             self._blame(error)
 
@@ -79,7 +77,7 @@ class Endpoint(ABC):
             raise
         return has_heard or has_advanced
 
-    def _blame(self, error: RuntimeError) -> None:
+    def _blame(self, error: RuntimeError) -> NoReturn:
         """A broken collective does not say who left; a moment later the control plane does."""
         deadline_s = time.monotonic() + _BLAME_S
         self.pump_until(lambda: time.monotonic() > deadline_s)

@@ -37,6 +37,9 @@ class Kind(IntEnum):
     BUSY = 10  # anyone: milliseconds in which silence means nothing; 0 ends it early
 
 
+_KINDS = frozenset(Kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message, in Python's types. Fields that a kind does not use keep their defaults."""
@@ -93,7 +96,7 @@ def decode(head: bytes | bytearray | memoryview) -> Message:
         raise ProtocolError(f"no control message: it begins with {bytes(magic)!r} instead of {MAGIC!r}")
     if version != VERSION:
         raise ProtocolError(f"protocol version {version}, expected {VERSION}: all ranks must run the same dflash")
-    if kind not in Kind._value2member_map_:
+    if kind not in _KINDS:
         raise ProtocolError(f"unknown kind of control message: {kind}")
     if dtype_code != _NO_DTYPE and dtype_code not in _DTYPES:
         raise ProtocolError(f"unknown dtype code {dtype_code} in a {Kind(kind).name} message")

@@ -134,7 +134,7 @@ class HiddenStateQueue(Endpoint):
 
     def stop(self, last: int) -> None:
         """Ends the plan behind micro-batch g = `last`: targets serve through it, what comes beyond is dropped."""
-        assert self._last is None
+        assert self._last is None and (self._taken is None or self._taken.index <= last)
         self._last = last
         self._window.stop_after(last)
         for index in [index for index in self._ready if index > last]:
