@@ -13,6 +13,7 @@ from dflash.roles.setup import Run
 from dflash.target.capture import FrozenTarget
 from dflash.target.loading import load_causal_lm
 from dflash.target.packing import BufferPool, HiddenStatePacker
+from dflash.target.vocabulary import check_vocabulary, vocabulary_of
 from dflash.transport.process_groups import ProcessGroups
 from dflash.transport.sender import HiddenStateSender
 
@@ -28,6 +29,8 @@ class Producer:
     @classmethod
     def load(cls, run: Run, num_buffers: int) -> "Producer":
         model = load_causal_lm(run.config.model.target.path, run.feature_dtype, run.device)
+        if run.rank == 0:  # one rank is enough to find out that drafters would misread this architecture
+            check_vocabulary(model, vocabulary_of(model))
         target = FrozenTarget(model, run.drafter_shape.target_layer_ids)
         pool = BufferPool(num_buffers, _largest_num_bytes(run), run.device)
         return cls(target, pool, HiddenStatePacker(pool, run.feature_dtype, run.device))
