@@ -1,5 +1,6 @@
 """The types that cross borders: what data, target, transport and drafter say to each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,3 +124,14 @@ class TargetVocabulary:
     embedding_scale: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayers:
+    """Weights of some target layers by their names below the layer, and of the final norm; fp32, on the CPU.
+
+    Norm weights are what the normed hidden state is multiplied by, whatever the architecture stores.
+    """
+
+    layers: tuple[Mapping[str, Tensor], ...]
+    final_norm: Tensor

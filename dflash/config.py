@@ -38,6 +38,12 @@ class LayerType(StrEnum):
     sliding_attention = "sliding_attention"
 
 
+class InitFrom(Enum):
+    """Where a new drafter's weights come from; `target` copies the target's last layers where the shapes allow."""
+
+    target = "target"
+
+
 class Overlong(Enum):
     """What happens to a document longer than `data.max_length`."""
 
@@ -72,6 +78,7 @@ class DrafterConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     rope_theta: float | None = None
+    init_from: InitFrom | None = None  # null: from noise
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ def error_of(*overrides: str) -> str:
         ("model.drafter.block_size=1", "model.drafter.block_size: 1 must be at least 2"),
         ("pipeline.queue.depth=0", "pipeline.queue.depth: 0 must be at least 1"),
         ("data.max_bad_fraction=1.5", "data.max_bad_fraction: 1.5 must be at least 0 and below 1"),
-        ("data.max_length=4096", "data.max_length: 4096 must not exceed data.tokens_per_micro_batch (1024)"),
+        ("data.max_length=4096", "data.max_length: 4096 must not exceed data.tokens_per_micro_batch (512)"),
         ("train.num_epochs=null", "train.max_steps: must be given when train.num_epochs is null"),
         ("model.drafter.layer_types=[full_attention]", "model.drafter.layer_types: has 1 entries, but model.drafter"),
         ("model.drafter.sliding_window=64", "model.drafter.sliding_window: must be null when"),

@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 
 from dflash.batch import MicroBatch, PackedLayout, TargetShape
 from dflash.checkpoint import find_checkpoint, read_meta
-from dflash.config import Device, DrafterConfig, Dtype, LayerType, TrainConfig
+from dflash.config import Device, DrafterConfig, Dtype, InitFrom, LayerType, TrainConfig
 from dflash.data.build import build_corpus
 from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
 from dflash.data.plan import Plan, PlanEntry
+from dflash.drafter.initial import source_layer_ids
 from dflash.drafter.objective import decay_gamma
 from dflash.drafter.shape import DrafterShape
 from dflash.groups import Launch, Topology
@@ -208,7 +209,9 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
 
     target_shape = read_target_shape(config.model.target.path)
     shape = drafter_shape(config.model.drafter, target_shape)
-    decay_gamma(shape.block_size, config.objective.gamma)  # says now, not after loading, that gamma must be given
+    if config.model.drafter.init_from is InitFrom.target:
+        source_layer_ids(shape)
+    decay_gamma(shape.block_size, config.objective.gamma)
     if config.train.micro_batches_per_step % topology.num_drafters:
         raise ValueError(
             f"train.micro_batches_per_step: {config.train.micro_batches_per_step} must be divisible by the number of "

@@ -9,14 +9,17 @@ from torch import distributed as dist
 
 from dflash.batch import PackedHiddenStates, TargetVocabulary
 from dflash.checkpoint import CheckpointMeta, load_checkpoint, save_checkpoint
+from dflash.config import InitFrom
 from dflash.data.plan import PlanEntry
 from dflash.drafter.anchors import EVALUATION_EPOCH, draw_anchors
+from dflash.drafter.initial import source_layer_ids, start_from_target
 from dflash.drafter.metrics import MetricSums
 from dflash.drafter.model import DFlashDrafter, embed_blocks
 from dflash.drafter.objective import ObjectiveSums, TrainedSlots, decay_gamma, objective_sums
 from dflash.drafter.optimizer import DrafterOptimizer, FlatGradients, learning_rate
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.setup import Run
+from dflash.target.layers import load_layers
 from dflash.target.vocabulary import load_vocabulary
 from dflash.transport.process_groups import ProcessGroups
 
@@ -41,7 +44,11 @@ class DrafterTrainer:
     def load(cls, run: Run, groups: ProcessGroups | None, stats: ProfileStats) -> "DrafterTrainer":
         """The drafter at the start of this launch: drawn from the seed, or as its checkpoint left it."""
         optim = run.config.optim
-        drafter = DFlashDrafter(run.drafter_shape).initialize(run.config.seed).to(run.device)
+        drafter = DFlashDrafter(run.drafter_shape).initialize(run.config.seed)
+        if run.resume_from is None and run.config.model.drafter.init_from is InitFrom.target:
+            layer_ids = source_layer_ids(run.drafter_shape)
+            start_from_target(drafter, load_layers(run.config.model.target.path, layer_ids))
+        drafter.to(run.device)
         optimizer = DrafterOptimizer(drafter, weight_decay=optim.weight_decay, betas=tuple(optim.betas))
         if run.resume_from is not None:
             load_checkpoint(run.resume_from, drafter, optimizer.adamw)

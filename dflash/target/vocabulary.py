@@ -44,7 +44,7 @@ def load_vocabulary(path: str, dtype: torch.dtype, device: torch.device) -> Targ
     Raises ValueError when there is no usable model at `path`.
     """
     config = read_config(path)
-    files = {} if path.lower().endswith(".gguf") else _files_of_tensors(path)
+    files = {} if path.lower().endswith(".gguf") else files_of_tensors(path)
     text = config.get_text_config(decoder=True)
     shape = (read_field(text, "vocab_size"), read_field(text, "hidden_size"))
     embedding_name = _find(files, _EMBEDDING_NAMES)
@@ -54,10 +54,10 @@ def load_vocabulary(path: str, dtype: torch.dtype, device: torch.device) -> Targ
     if embedding_name is None or has_bias or (head_name is None and not is_tied):
         return vocabulary_of(load_causal_lm(path, dtype, device))
 
-    embedding = _read(path, files[embedding_name], embedding_name, dtype, device)
+    embedding = read_tensor(path, files[embedding_name], embedding_name, dtype, device)
     head = embedding
     if head_name is not None:
-        stored = _read(path, files[head_name], head_name, dtype, device)
+        stored = read_tensor(path, files[head_name], head_name, dtype, device)
         # A checkpoint that says "tied" and yet stores two different matrices is untied, to Transformers too.
         if not is_tied or not torch.equal(stored, embedding):
             head = stored
@@ -137,7 +137,7 @@ def _logit_multiplier(config: PreTrainedConfig) -> float:
     return 1.0
 
 
-def _files_of_tensors(path: str) -> dict[str, str]:
+def files_of_tensors(path: str) -> dict[str, str]:
     """Map each tensor of a safetensors checkpoint to its file's name; empty when there is no such checkpoint."""
     index = _fetch(path, _INDEX_FILE)
     if index is not None:
@@ -171,7 +171,7 @@ def _find(names: dict[str, str], endings: tuple[str, ...]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _read(path: str, file_name: str, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def read_tensor(path: str, file_name: str, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     file = _fetch(path, file_name)
     if file is None:
         raise ValueError(f"target {path}: {file_name}, which holds {name}, is missing; fetch it again")
