@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from dflash.drafter.model import DFlashDrafter
@@ -17,6 +19,19 @@ from dflash.drafter.served import SERVED_CONFIG, load_served
 from dflash.drafter.shape import DrafterShape
 
 META_FILE = "meta.json"
+# Keys that decide which documents, anchors and held-out share a step meets, and how it weighs them.
+_DECISIVE_KEYS = (
+    "seed",
+    "data.tokens_per_micro_batch",
+    "data.eval_fraction",
+    "data.eval_max_documents",
+    "train.micro_batches_per_step",
+    "anchors.per_token",
+    "anchors.max_per_document",
+    "objective.gamma",
+    "optim.betas",
+    "optim.weight_decay",
+)
 _FORMAT = 1
 
 
@@ -25,16 +40,19 @@ class CheckpointMeta:
     """What a checkpoint says of itself: the last finished step and what it was trained on."""
 
     step: int
+    next_index: int  # the next g
     fingerprint: str
     shape: DrafterShape
-    target_path: str
+    config: dict[str, Any]
 
-    def check_matches(self, shape: DrafterShape, fingerprint: str) -> None:
-        """Raises ValueError naming what changed since the checkpoint was written."""
-        if shape != self.shape:
-            before, now = asdict(self.shape), asdict(shape)
-            changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if now[key] != before[key]]
-            raise ValueError(f"resume: the drafter's shape changed: {'; '.join(changed)}")
+    def check_matches(self, shape: DrafterShape, fingerprint: str, config: dict[str, Any]) -> None:
+        """Raises ValueError naming what changed since the checkpoint was written and would change what is learnt."""
+        before, now = asdict(self.shape), asdict(shape)
+        for key in _DECISIVE_KEYS:
+            before[key], now[key] = _look_up(self.config, key), _look_up(config, key)
+        changed = [f"{key} was {before[key]}, is {now[key]}" for key in now if now[key] != before[key]]
+        if changed:
+            raise ValueError(f"resume: {'; '.join(changed)}; go on with the old values, or start a new run")
         if fingerprint != self.fingerprint:
             raise ValueError(
                 "resume: the training data changed since the checkpoint was written "
@@ -58,14 +76,16 @@ def save_checkpoint(
     folder = checkpoint_folder(run_dir, meta.step)
     partial = folder.with_name(f".partial-{folder.name}")
     if is_leader:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_over in folder.parent.glob(".partial-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
     state = {"model": drafter.state_dict(), "optimizer": get_optimizer_state_dict(drafter, optimizer)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
         dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
     if not is_leader:
         return
-    _write_durably(partial / META_FILE, json.dumps({"format": _FORMAT, **asdict(meta)}, indent=1))
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    _write_durably(partial / META_FILE, json.dumps({"format": _FORMAT, "files": files, **asdict(meta)}, indent=1))
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
@@ -107,7 +127,11 @@ def _load(state: dict[str, Any], folder: Path) -> None:
     """Fill `state` in place; every rank reads for itself, so no group is needed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        try:
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception; all mean "cannot be read"
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            raise ValueError(f"{folder} is damaged: {reason[0]}; use the checkpoint before it") from error
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
@@ -115,33 +139,53 @@ def read_meta(folder: Path) -> CheckpointMeta:
         meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
         if meta.pop("format") != _FORMAT:
             raise ValueError(f"{folder}: was written by another version of this program")
+        for name, num_bytes in meta.pop("files").items():
+            if (folder / name).stat().st_size != num_bytes:
+                raise ValueError(f"{folder} is damaged: {name} has not the {num_bytes} bytes that were written")
         shape = {key: tuple(value) if isinstance(value, list) else value for key, value in meta.pop("shape").items()}
         return CheckpointMeta(shape=DrafterShape(**shape), **meta)
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: is no whole checkpoint ({error})") from error
+        raise ValueError(f"{folder} is damaged: {error}") from error
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if (path / META_FILE).exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def list_checkpoints(run_dir: Path, report: Callable[[str], None] = lambda text: None) -> list[Path]:
+    """Whole checkpoints of a run, oldest first; `report` is told of the others."""
+    whole = []
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        try:
+            whole.append((read_meta(path).step, path))
+        except ValueError as error:
+            report(f"passed over: {error}")
+    return [path for _, path in sorted(whole)]
 
 
-def find_checkpoint(resume: str, run_dir: Path) -> Path | None:
-    """Checkpoint that `resume` (no | auto | a checkpoint folder) names; None means to start from nothing."""
+def find_checkpoint(resume: str, run_dir: Path, report: Callable[[str], None]) -> Path | None:
+    """Checkpoint that `resume` (no | auto | a checkpoint folder) names; None means to start from nothing.
+
+    `auto` takes the newest whole one and reports those it passed over.
+    """
     if resume == "no":
         return None
     if resume == "auto":
-        found = list_checkpoints(run_dir)
+        found = list_checkpoints(run_dir, report)
         return found[-1] if found else None
     folder = Path(resume).expanduser().absolute()
     if not (folder / META_FILE).exists():
         raise ValueError(f"resume: {folder} is no checkpoint; allowed here: no, auto, or a checkpoint folder")
+    if folder.parent == run_dir / "checkpoints" and folder != list_checkpoints(run_dir)[-1]:
+        raise ValueError(f"resume: run_dir holds later checkpoints than {folder.name}; go on from it in a new run_dir")
     return folder
+
+
+def _look_up(config: dict[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for name in dotted.split("."):
+        value = value[name]
+    return value
 
 
 def _write_durably(path: Path, text: str) -> None:

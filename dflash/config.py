@@ -14,6 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 T = TypeVar("T")
+INIT_FROM_TARGET = "target"
 
 
 class Device(Enum):
@@ -38,21 +39,11 @@ class LayerType(StrEnum):
     sliding_attention = "sliding_attention"
 
 
-class InitFrom(Enum):
-    """Where a new drafter's weights come from; `target` copies the target's last layers where the shapes allow."""
-
-    target = "target"
-
-
 class Overlong(Enum):
     """What happens to a document longer than `data.max_length`."""
 
     cut = "cut"
     skip = "skip"
-
-
-class OptimizerName(Enum):
-    adamw = "adamw"
 
 
 @dataclass(slots=True)
@@ -70,15 +61,14 @@ class DrafterConfig:
     layer_types: list[LayerType] | None = None  # null: all full
     sliding_window: int | None = None
     sliding_is_causal: bool = True  # false needs layer_types to be all sliding
-    target_layer_ids: list[int] | None = None  # null: evenly spaced, as many as num_features
-    num_features: int | None = None  # null: num_layers
+    target_layer_ids: list[int] | None = None  # null: num_layers of them, evenly spaced
     mask_token_id: int | None = None  # must be given; a token of the target's vocabulary that no text holds
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     intermediate_size: int | None = None
     rope_theta: float | None = None
-    init_from: InitFrom | None = None  # null: from noise
+    init_from: str | None = None  # null: from noise; target: from the target's last layers
 
 
 @dataclass(slots=True)
@@ -131,7 +121,6 @@ class ObjectiveConfig:
 
 @dataclass(slots=True)
 class OptimConfig:
-    name: OptimizerName = OptimizerName.adamw
     lr: float = 6e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
@@ -201,6 +190,13 @@ def to_train_config(composed: DictConfig) -> TrainConfig:
     return config
 
 
+def plain_config(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON can hold it."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return plain
+
+
 def _check(config: TrainConfig) -> None:
     drafter, data, queue, loop = config.model.drafter, config.data, config.pipeline.queue, config.train
     _require_at_least(
@@ -208,7 +204,6 @@ def _check(config: TrainConfig) -> None:
         {
             "model.drafter.num_layers": drafter.num_layers,
             "model.drafter.sliding_window": drafter.sliding_window,
-            "model.drafter.num_features": drafter.num_features,
             "model.drafter.num_attention_heads": drafter.num_attention_heads,
             "model.drafter.num_key_value_heads": drafter.num_key_value_heads,
             "model.drafter.head_dim": drafter.head_dim,
@@ -232,11 +227,14 @@ def _check(config: TrainConfig) -> None:
         },
     )
     _require_at_least(2, {"model.drafter.block_size": drafter.block_size, "data.max_length": data.max_length})
-    _require_at_least(0, {"seed": config.seed, "optim.weight_decay": config.optim.weight_decay})
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed: {config.seed} must be at least 0 and below 2**63")
+    if config.resume == "auto" and config.run_dir is None:
+        raise ValueError("run_dir: must be given with resume=auto: it is the folder of the run to go on with")
+    _require_at_least(0, {"optim.weight_decay": config.optim.weight_decay})
     _require_positive(
         {
             "model.drafter.rope_theta": drafter.rope_theta,
-            "anchors.per_token": config.anchors.per_token,
             "objective.gamma": config.objective.gamma,
             "optim.lr": config.optim.lr,
             "optim.clip_norm": config.optim.clip_norm,
@@ -251,6 +249,8 @@ def _check(config: TrainConfig) -> None:
             "optim.warmup_ratio": config.optim.warmup_ratio,
         }
     )
+    if not 0.0 < config.anchors.per_token <= 1.0:
+        raise ValueError(f"anchors.per_token: {config.anchors.per_token} must be above 0 and at most 1")
     if len(config.optim.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.optim.betas):
         raise ValueError(f"optim.betas: {config.optim.betas} must be two numbers, each at least 0 and below 1")
     if data.max_length > data.tokens_per_micro_batch:
@@ -280,12 +280,8 @@ def _check_layers(drafter: DrafterConfig) -> None:
             "model.drafter.sliding_is_causal: may be false only when every layer is sliding_attention, "
             "since a served drafter has one is_causal key for all its layers"
         )
-    ids = drafter.target_layer_ids
-    if ids is not None and drafter.num_features is not None and len(ids) != drafter.num_features:
-        raise ValueError(
-            f"model.drafter.num_features: is {drafter.num_features}, but model.drafter.target_layer_ids has "
-            f"{len(ids)} entries; give one of them"
-        )
+    if drafter.init_from not in (None, INIT_FROM_TARGET):
+        raise ValueError(f"model.drafter.init_from: {drafter.init_from} is unknown; allowed here: null, target")
 
 
 def _require_at_least(least: int, values: dict[str, float | None]) -> None:

@@ -22,22 +22,15 @@ class SpeculativeResult:
 
     `output_ids` are the new tokens, a stop token included. Per verification: `starts` the anchor's absolute
     position, `drafts` the block_size - 1 drafted tokens, `acceptance_lengths` the tokens gained and kept, so that
-    1 + sum(acceptance_lengths) = len(output_ids); the first token comes from the prompt's own forward.
+    1 + sum(acceptance_lengths) = len(output_ids); the first token comes from the prompt's own forward. `accepted`
+    counts the leading drafts that were verified, right and kept: all that was gained but for the bonus token.
     """
 
     output_ids: list[int]
     starts: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
-
-    @property
-    def accepted_drafts(self) -> list[int]:
-        """Per verification, how many leading drafts were right and kept."""
-        counts, offset = [], 1
-        for draft, length in zip(self.drafts, self.acceptance_lengths, strict=True):
-            counts.append(num_leading_matches(draft, self.output_ids[offset : offset + length]))
-            offset += length
-        return counts
+    accepted: list[int] = field(default_factory=list)
 
 
 @torch.inference_mode()
@@ -97,6 +90,8 @@ def speculative_decode(
         result.starts.append(start)
         result.drafts.append(draft)
         result.acceptance_lengths.append(len(gained))
+        # Not read off the output: there the bonus token may equal, by chance, a draft that nobody verified.
+        result.accepted.append(min(num_kept - 1, len(gained)))
     return result
 
 

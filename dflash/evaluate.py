@@ -152,11 +152,11 @@ def check_fits(drafter: DrafterShape, target: TargetShape, config: EvaluateConfi
 def summarize(results: list[PromptResult], block_size: int) -> dict[str, Any]:
     """Figures over all prompts, then what each prompt became; what no verification tells is None.
 
-    `accept_rate_per_slot[k]` is the share of verifications in which slot k was right and its token kept; slot 0 is the
-    anchor, so it is 1.
+    `accept_rate_per_slot[k]` is the share of verifications in which slot k was verified, right and its token kept;
+    slot 0 is the anchor, so it is 1.
     """
     lengths = [length for result in results for length in result.speculative.acceptance_lengths]
-    accepted = [count for result in results for count in result.speculative.accepted_drafts]
+    accepted = [count for result in results for count in result.speculative.accepted]
     taus = [result.tau for result in results if result.tau is not None]
     rates = [sum(count >= k for count in accepted) / len(accepted) if accepted else None for k in range(block_size)]
     num_tokens = {

@@ -91,6 +91,8 @@ def choose_topology(world_size: int, *, colocated: bool, num_target_ranks: int |
     if colocated:
         if world_size != 1:
             raise ValueError(f"pipeline.colocated: true needs exactly one rank, but {world_size} were launched")
+        if num_target_ranks is not None:
+            raise ValueError("pipeline.num_target_ranks: must be null when pipeline.colocated is true")
         return Topology(1, 1, colocated=True)
     if world_size < 2:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Let a target answer prompts greedily, so that a drafter trains on what the target itself would say.
 
-    python -m dflash.regenerate target=DIR_OR_NAME prompts=FILE.jsonl output=FILE.jsonl max_new_tokens=N batch_size=K
+    python -m dflash.regenerate target=DIR_OR_NAME prompts=FILE.jsonl output=FILE.jsonl max_new_tokens=N
 
 A stopped run goes on where it stopped when the same command is given again.
 """
@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from dflash.config import Device, Dtype, parse_cli, run_cli
 from dflash.data.prompts import prompt_ids
 from dflash.data.rows import Place, RowError, read_json_lines
+from dflash.decoding import check_room, cut_at_stop, max_positions
 from dflash.roles.setup import choose_device, resolve_dtype
 from dflash.target.loading import load_causal_lm, load_tokenizer, stop_token_ids
 
@@ -39,7 +40,7 @@ class RegenerateConfig:
     prompts: str = MISSING
     output: str = MISSING
     max_new_tokens: int = MISSING
-    batch_size: int = MISSING
+    batch_size: int = 16
     device: Device = Device.auto
     dtype: Dtype = Dtype.auto
     limit: int | None = None
@@ -113,7 +114,7 @@ def read_requests(
 
     Bad rows are reported with file, line and reason, counted and skipped; raises ValueError when none is good.
     """
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    num_positions = max_positions(model)
     vocab_size = model.get_input_embeddings().num_embeddings
     requests: list[Request] = []
     num_bad = 0
@@ -122,12 +123,8 @@ def read_requests(
             if isinstance(record, RowError):
                 raise record
             input_ids = prompt_ids(record, tokenizer, vocab_size)
-            if max_positions is not None and len(input_ids) + max_new_tokens > max_positions:
-                raise RowError(
-                    f"{len(input_ids)} prompt tokens and max_new_tokens={max_new_tokens} "
-                    f"exceed the target's {max_positions} positions"
-                )
-        except RowError as error:
+            check_room(num_positions, len(input_ids), max_new_tokens)
+        except ValueError as error:
             num_bad += 1
             if num_bad <= MAX_REPORTED_BAD_ROWS:
                 print(f"{Place(file, line)}: skipped: {error}", file=sys.stderr)
@@ -179,13 +176,8 @@ def generate(
         raise ValueError(
             f"out of GPU memory with {len(prompts)} prompts of {width} tokens; lower batch_size"
         ) from error
+    # Padding follows the stop token of the answers that end before the longest.
     return [cut_at_stop(answer, stop_ids) for answer in output_BT[:, width:].tolist()]
-
-
-def cut_at_stop(answer: list[int], stop_ids: tuple[int, ...]) -> list[int]:
-    """Drop the padding behind the first stop token."""
-    end = next((i + 1 for i, token in enumerate(answer) if token in stop_ids), len(answer))
-    return answer[:end]
 
 
 def encode_row(

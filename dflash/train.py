@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from typing import NoReturn
 
 import hydra
@@ -20,6 +21,8 @@ from dflash.roles.setup import AgreedError, Agreement, OwnError, Run, choose_dev
 from dflash.roles.target import run_target
 from dflash.transport.errors import TransportError
 from dflash.transport.process_groups import ProcessGroups, join
+
+_TELLING_S = 60.0  # a rank that starts late on a busy machine needs so long to come to the same error
 
 
 def train(config: TrainConfig, launch: Launch) -> None:
@@ -43,7 +46,14 @@ def train(config: TrainConfig, launch: Launch) -> None:
 def play(run: Run, groups: ProcessGroups | None) -> None:
     """This rank's loop, with its report around it."""
     role = run.topology.role(run.rank)
-    report = RankReport(run.run_dir, run.name, role.value, ProfileStats(run.device), run.config.profiling.interval_s)
+    report = RankReport(
+        run.run_dir,
+        run.name,
+        role.value,
+        ProfileStats(run.device),
+        run.config.profiling.interval_s,
+        first_step=run.first_step,
+    )
     loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
     try:
         loop(run, groups, report)
@@ -60,16 +70,23 @@ def main(composed: DictConfig) -> None:
     try:
         train(to_train_config(composed), launch)
     except AgreedError:
-        leave()
+        leave(is_told=False)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         # Every rank meets an error of the configuration; the first one tells it.
-        if launch.rank == 0 or isinstance(error, OwnError):
+        tells = launch.rank == 0 or isinstance(error, OwnError)
+        if tells:
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        leave()
+        leave(is_told=tells)
 
 
-def leave() -> NoReturn:
-    """End a failed rank at once: destroying a group whose members are gone, or a pending transfer, may block."""
+def leave(is_told: bool) -> NoReturn:
+    """End a failed rank: at once if it has told why, since destroying a group whose members are gone may block.
+
+    A rank that leaves the telling to another waits to be ended: the first exit makes torchrun end all the others, and
+    the one with something to say must not be among them.
+    """
+    if not is_told:
+        time.sleep(_TELLING_S)
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_available() and dist.is_initialized():
@@ -84,9 +101,10 @@ def cli() -> None:
     try:
         main()
     except hydra.errors.HydraException as error:
-        if Launch.from_environment(os.environ).rank == 0:
+        tells = Launch.from_environment(os.environ).rank == 0
+        if tells:
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        leave(is_told=tells)
 
 
 if __name__ == "__main__":

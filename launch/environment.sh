@@ -4,7 +4,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export DFLASH_CACHE="${DFLASH_CACHE:-$HOME/.cache/dflash}"
 PYTHON_FOR_VENV="${PYTHON:-python3.11}"
 command -v "$PYTHON_FOR_VENV" >/dev/null || PYTHON_FOR_VENV=python3
-if [ ! -x .venv/bin/python ]; then
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    rm -rf .venv # one that was never finished
     "$PYTHON_FOR_VENV" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: Python 3.11 or newer is needed; name one with PYTHON=..." >&2; exit 1; }
     echo "making .venv"

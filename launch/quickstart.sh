@@ -8,14 +8,15 @@ run_dir="${RUN_DIR:-runs/quickstart}"
 python tools/demo_target.py "$target"
 torchrun --standalone --nproc_per_node 2 -m dflash.train experiment=quickstart run_dir="$run_dir" resume=auto "$@"
 
-newest="$(ls -d "$run_dir"/checkpoints/step-* | sort | tail -n 1)"
+newest="$(dirname "$(ls "$run_dir"/checkpoints/step-*/meta.json | sort | tail -n 1)")"
+served="$run_dir/served-$(basename "$newest")"
 result="$run_dir/evaluation-$(basename "$newest").json"
 if [ ! -f "$result" ]; then
     python tools/heldout_prompts.py "$run_dir/heldout_prompts.jsonl" --limit 16
     python -m dflash.evaluate drafter="$newest" target="$target" prompts="$run_dir/heldout_prompts.jsonl" \
         max_new_tokens=64 output="$result"
 fi
-[ -d "$run_dir/served" ] || python -m dflash.export checkpoint="$newest" output="$run_dir/served"
+[ -d "$served" ] || python -m dflash.export checkpoint="$newest" output="$served"
 
 python - "$result" <<'PY'
 import json, sys
@@ -26,6 +27,6 @@ print(f"accept length on {len(prompts)} held-out prompts: {result['tau_mean_of_p
 print(f"lossless: {sum(p['lossless'] for p in prompts)} of {len(prompts)} prompts equal plain greedy decoding")
 print(f"tokens/s: {speed['speculative']:.1f} with the drafter, {speed['greedy']:.1f} without")
 PY
-echo "drafter for serving: $run_dir/served"
+echo "drafter for serving: $served"
 echo "details:             $result"
 echo "charts:              .venv/bin/tensorboard --logdir $run_dir/tensorboard   then open http://localhost:6006"

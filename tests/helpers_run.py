@@ -57,7 +57,7 @@ def overrides(target: Path, data: Path, run_dir: Path, **more: Any) -> list[str]
         "device": "cpu",
         "model.target.path": target,
         "model.drafter.num_layers": 2,
-        "model.drafter.num_features": 3,
+        "model.drafter.target_layer_ids": "[1,2,3]",
         "model.drafter.block_size": 8,
         "model.drafter.mask_token_id": MASK_TOKEN,
         "data.train_path": data,

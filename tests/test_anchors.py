@@ -7,7 +7,7 @@ import torch
 from helpers_drafter import small_micro_batch
 
 from dflash.batch import MicroBatch
-from dflash.drafter.anchors import EVALUATION_EPOCH, draw_anchors
+from dflash.drafter.anchors import draw_anchors
 
 LENGTHS = [40, 1, 2, 75, 3, 120, 33]
 
@@ -78,7 +78,7 @@ def test_seed_epoch_and_document_each_change_the_draw():
     batch = small_micro_batch([400], share=1.0)
     other = MicroBatch(0, batch.document_ids + 1, batch.lengths, batch.input_ids, batch.loss_mask)
     draws = [_draw(batch), _draw(batch, seed=12), _draw(batch, epoch=3), _draw(other)]
-    draws += [_draw(batch, epoch=EVALUATION_EPOCH), _draw(batch, seed=2, epoch=11)]
+    draws += [_draw(batch, epoch=12), _draw(batch, seed=2, epoch=11)]
     for i, one in enumerate(draws):
         assert torch.equal(one.anchors, _draw(batch).anchors) == (i == 0)
 

@@ -39,12 +39,13 @@ def error_of(*overrides: str) -> str:
         ("data.max_length=1.5", "data.max_length: Value '1.5'"),
         ("device=gpu", "device: Invalid value 'gpu', expected one of [auto, cpu, cuda]"),
         ("data.overlong=drop", "data.overlong: Invalid value 'drop', expected one of [cut, skip]"),
-        ("optim.name=sgd", "optim.name: Invalid value 'sgd', expected one of [adamw]"),
-        ("model=gpt9", "Could not find 'model/gpt9' Available options in 'model': smollm2"),
+        ("model.target.dtype=fp8", "model.target.dtype: Invalid value 'fp8', expected one of [auto, float32,"),
+        ("model=gpt9", "Could not find 'model/gpt9' Available options in 'model': default smollm2"),
         ("optim.lr=-1", "optim.lr: -1.0 must be a number above 0"),
         ("optim.lr=nan", "optim.lr: nan must be a number above 0"),
         ("optim.betas=[0.9]", "optim.betas: [0.9] must be two numbers"),
-        ("anchors.per_token=0", "anchors.per_token: 0.0 must be a number above 0"),
+        ("anchors.per_token=0", "anchors.per_token: 0.0 must be above 0 and at most 1"),
+        ("anchors.per_token=1e30", "anchors.per_token: 1e+30 must be above 0 and at most 1"),
         ("model.drafter.block_size=1", "model.drafter.block_size: 1 must be at least 2"),
         ("pipeline.queue.depth=0", "pipeline.queue.depth: 0 must be at least 1"),
         ("data.max_bad_fraction=1.5", "data.max_bad_fraction: 1.5 must be at least 0 and below 1"),
@@ -53,7 +54,12 @@ def error_of(*overrides: str) -> str:
         ("model.drafter.layer_types=[full_attention]", "model.drafter.layer_types: has 1 entries, but model.drafter"),
         ("model.drafter.sliding_window=64", "model.drafter.sliding_window: must be null when"),
         ("model.drafter.sliding_is_causal=false", "model.drafter.sliding_is_causal: may be false only when"),
-        ("model.drafter.target_layer_ids=[1,2]", "model.drafter.num_features: is 5, but"),
+        (
+            "model.drafter.init_from=elsewhere",
+            "model.drafter.init_from: elsewhere is unknown; allowed here: null,",
+        ),
+        ("seed=100000000000000000000", "seed: "),
+        ("resume=auto", "run_dir: must be given with resume=auto"),
         ("data.train_path=???", "data.train_path: must be given"),
     ],
 )
@@ -93,6 +99,7 @@ def test_default_split_is_five_eighths(world_size: int, expected: int) -> None:
     [
         (1, False, None, "pipeline.colocated: is false, which needs at least two ranks"),
         (2, True, None, "pipeline.colocated: true needs exactly one rank, but 2 were launched"),
+        (1, True, 1, "pipeline.num_target_ranks: must be null when pipeline.colocated is true"),
         (4, False, 4, "pipeline.num_target_ranks: 4 must be between 1 and 3"),
     ],
 )

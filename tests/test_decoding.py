@@ -65,16 +65,22 @@ def naive_speculative_decode(
         embedded = embed_blocks(vocabulary, torch.tensor(known[-1:]), shape.mask_token_id, shape.block_size)
         hidden = drafter(features, embedded, blocks)
         draft = (hidden[0, 1:] @ vocabulary.head.T).argmax(-1).tolist()
+        room = num_new_tokens - len(result.output_ids)
         gained: list[int] = []
+        num_accepted = 0
         for token, right in zip([*draft, None], choose(known + draft)[start:], strict=True):
             gained.append(right)
-            if token != right or right in stop_ids:
+            # The last token there is room for is the target's own, whatever was drafted for it.
+            if token != right or len(gained) == room:
                 break
-        gained = gained[: num_new_tokens - len(result.output_ids)]
+            num_accepted += 1
+            if right in stop_ids:
+                break
         result.output_ids.extend(gained)
         result.starts.append(start)
         result.drafts.append(draft)
         result.acceptance_lengths.append(len(gained))
+        result.accepted.append(num_accepted)
     return result
 
 
@@ -88,6 +94,7 @@ def test_served_pair_decodes_as_by_another_runtime(entry: dict, served_target: P
     assert result.output_ids == entry["output"]
     assert result.starts == entry["starts"]
     assert result.acceptance_lengths == entry["acceptance_lengths"]
+    assert result.accepted == [length - 1 for length in entry["acceptance_lengths"]]
     num_whole = sum(start + 8 <= len(entry["prompt"]) + num_new_tokens for start in entry["starts"])
     assert result.drafts[:num_whole] == entry["drafts"][:num_whole]
     assert all(len(draft) == 7 for draft in result.drafts), "a whole block is drafted even at the end"
@@ -125,6 +132,7 @@ def test_rollback_is_exact(
     result = speculative_decode(target, drafter, vocabulary_of(target), prompt, **limits)
     assert result.output_ids == answer
     assert result.acceptance_lengths[:-1] == [count + 1 for count in scripted.num_right[:-1]]
+    assert result.accepted[:-1] == scripted.num_right[:-1]
     assert set(scripted.num_right) == set(range(block_size)), "the script covers all ways back"
     assert 1 + sum(result.acceptance_lengths) == len(answer)
     ids = (prompt + answer)[: result.starts[-1]]
@@ -187,7 +195,7 @@ def test_ends_at_the_stop_token_wherever_it_falls(
         assert result.output_ids == answer[: place + 1] == greedy_decode(full_target, prompt, **limits)
         assert sum(result.acceptance_lengths) == place
         if place:
-            num_accepted.add(result.acceptance_lengths[-1] - result.accepted_drafts[-1])
+            num_accepted.add(result.acceptance_lengths[-1] - result.accepted[-1])
     assert num_accepted == {0, 1}, "the stop token was a draft here and the bonus token there"
 
 
@@ -205,14 +213,36 @@ def test_ends_at_the_limit_wherever_it_falls(name: str, monkeypatch: pytest.Monk
         assert all(length >= 1 for length in result.acceptance_lengths)
 
 
-def test_only_kept_drafts_count_as_accepted() -> None:
-    result = SpeculativeResult(
-        output_ids=[9, 1, 2, 7, 3, 4],
-        starts=[5, 8, 9],
-        drafts=[[1, 2, 3], [4, 5, 6], [4, 5, 6]],
-        acceptance_lengths=[3, 1, 1],  # two right and one bonus; none right; one right, the rest cut off
-    )
-    assert result.accepted_drafts == [2, 0, 1]
+class AllRightDrafting:
+    """Stands in for `Drafting`: every draft is what the target will say."""
+
+    def __init__(self, prompt: list[int], answer: list[int], block_size: int) -> None:
+        self.known, self.num_drafts = prompt + answer, block_size - 1
+
+    def __call__(self, *_args: object) -> "AllRightDrafting":
+        return self
+
+    def extend(self, features_TF: torch.Tensor) -> None:
+        pass
+
+    def draft(self, anchor_1: torch.Tensor, start: int) -> torch.Tensor:
+        return torch.tensor(self.known[start + 1 : start + 1 + self.num_drafts])
+
+
+def test_a_draft_that_equals_the_bonus_token_by_chance_is_not_accepted(
+    full_target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit the last token is the target's own, though the draft nobody verified says the same."""
+    prompt, block_size = helpers.random_prompt(4), 5
+    answer = greedy_decode(full_target, prompt, max_new_tokens=20, stop_ids=())
+    drafter = helpers.random_drafter(full_target, block_size)
+    monkeypatch.setattr(decoding, "Drafting", AllRightDrafting(prompt, answer, block_size))
+    expected = {1: [], 2: [0], 3: [1], 5: [3], 6: [4], 7: [4, 0], 9: [4, 2], 11: [4, 4]}
+    for num_new_tokens, accepted in expected.items():
+        limits = {"max_new_tokens": num_new_tokens, "stop_ids": ()}
+        result = speculative_decode(full_target, drafter, vocabulary_of(full_target), prompt, **limits)
+        assert result.output_ids == answer[:num_new_tokens]
+        assert result.accepted == accepted == [length - 1 for length in result.acceptance_lengths]
 
 
 def test_decodes_up_to_the_last_position_and_no_further(full_target: PreTrainedModel) -> None:

@@ -88,8 +88,10 @@ def test_figures_of_the_served_pair(served_report: dict[str, Any]) -> None:
         verifications = zip(prompt["starts"], prompt["drafts"], prompt["acceptance_lengths"], strict=True)
         for start, draft, length in verifications:
             hits[0] += 1
+            # The last position there is room for is the target's own; no draft for it was verified.
+            last_verified = len(prompt["input_ids"]) + EXPECTED["max_new_tokens"] - 2
             for slot, token in enumerate(draft, start=1):
-                if slot > length or sequence[start + slot] != token:
+                if slot > length or start + slot > last_verified or sequence[start + slot] != token:
                     break
                 hits[slot] += 1
     assert hits[1] > hits[7] > 0
@@ -102,10 +104,10 @@ def test_figures_of_the_served_pair(served_report: dict[str, Any]) -> None:
 
 def test_figures_of_known_results() -> None:
     decoded = [
-        # 3 drafts right and the bonus token; then 1 right, cut off by the limit behind it.
-        SpeculativeResult([9, 1, 2, 3, 4, 5], [4, 8], [[1, 2, 3], [5, 0, 0]], [4, 1]),
-        # Nothing right.
-        SpeculativeResult([9, 1], [2], [[2, 2, 2]], [1]),
+        # 3 drafts right and the bonus token; then a stop token as the first draft, so that there is no bonus.
+        SpeculativeResult([9, 1, 2, 3, 4, 5], [4, 8], [[1, 2, 3], [5, 0, 0]], [4, 1], [3, 1]),
+        # Room for one token, the target's own, which an unverified draft happens to equal.
+        SpeculativeResult([9, 1], [2], [[1, 2, 2]], [1], [0]),
         # The first token was a stop token.
         SpeculativeResult([9]),
     ]

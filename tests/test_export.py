@@ -25,7 +25,7 @@ def save_run(folder: Path, steps: tuple[int, ...]) -> dict[int, DFlashDrafter]:
     drafters = {step: helpers.random_drafter(target, 4, seed=step).requires_grad_(True) for step in steps}
     for step, drafter in drafters.items():
         optimizer = torch.optim.AdamW(drafter.parameters())
-        meta = CheckpointMeta(step=step, fingerprint="f", shape=drafter.shape, target_path="T")
+        meta = CheckpointMeta(step=step, next_index=0, fingerprint="f", shape=drafter.shape, config={})
         save_checkpoint(folder, meta, drafter, optimizer, group=None, is_leader=True, keep=len(steps))
     return drafters
 

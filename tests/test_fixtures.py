@@ -237,6 +237,89 @@ def test_other_files_of_both_schemas_agree_with_the_dense_twin(tmp_path):
     assert reports[1]["logits_error"] < 1e-5 and reports[1]["num_slots_beyond_document"] > 0
 
 
+def _no_gamma(meta, tensors):
+    meta["cfg"]["gamma"] = None
+
+
+def _absent_gamma_and_indices(meta, tensors):
+    del meta["cfg"]["gamma"], meta["cfg"]["full_attention_indices"]
+
+
+def _slow_decay(meta, tensors):
+    meta["cfg"]["gamma"] = 1e30
+
+
+def test_a_packed_file_without_gamma_does_not_decay(tmp_path):
+    names = ["packed_full_ce"] * 3
+    changes = [_no_gamma, _absent_gamma_and_indices, _slow_decay]
+    code, reports = _check(*_variants(tmp_path, list(zip(names, changes, strict=True))))
+    losses = [report["loss"] for report in reports]
+    assert code == 1, "the file was written with a decay"
+    assert losses == [losses[0]] * 3 and losses[0] > reports[0]["expected_loss"]
+
+
+def test_sliding_layers_without_full_ones(tmp_path):
+    """No indices at all, an empty list and an empty text all mean that every layer slides."""
+
+    def indices(value):
+        def change(meta, tensors):
+            meta["cfg"]["full_attention_indices"] = value
+
+        return change
+
+    def absent(meta, tensors):
+        del meta["cfg"]["full_attention_indices"]
+
+    source = _packed_variant(tmp_path / "source.safetensors")
+    changes = [indices([]), indices(""), indices(None), absent]
+    files = [_changed(source, tmp_path / f"{n}.safetensors", change) for n, change in enumerate(changes)]
+    code, reports = _check(source, *files)
+    assert code == 1 and reports[0]["agrees"] is True
+    losses = [report["loss"] for report in reports[1:]]
+    assert losses == [losses[0]] * 4 and losses[0] != reports[0]["loss"]
+
+
+def _gamma_of_text(meta, tensors):
+    meta["cfg"]["gamma"] = "slow"
+
+
+def _no_hidden_states(meta, tensors):
+    tensors["hidden_states"] = tensors["hidden_states"][..., :-1]
+
+
+def _no_norm(meta, tensors):
+    del tensors["draft.norm.weight"]
+
+
+def _grad_of_nothing(meta, tensors):
+    tensors["grad.nothing"] = torch.zeros(3)
+
+
+def _grad_of_another_shape(meta, tensors):
+    tensors["grad.fc.weight"] = tensors["grad.fc.weight"][:, :-1]
+
+
+def _no_expected_loss(meta, tensors):
+    meta["expected"] = {"loss": "high", "grad_norm": None}
+
+
+def test_a_broken_file_is_named_and_the_next_ones_are_still_read(tmp_path):
+    changes = [
+        ("packed_full_ce", _gamma_of_text),
+        ("packed_full_ce", _no_hidden_states),
+        ("padded_full_ce", _no_norm),
+        ("padded_full_ce", _grad_of_nothing),
+        ("padded_full_ce", _grad_of_another_shape),
+        ("padded_full_ce", _no_expected_loss),
+    ]
+    files = _variants(tmp_path, changes)
+    code, reports = _check(*files, FIXTURES / "padded_full_dpace.safetensors", FIXTURES / "padded_full_ce.safetensors")
+    assert code == 1
+    assert [report["file"] for report in reports[: len(files)]] == [str(file) for file in files]
+    assert all(report["error"] and report["agrees"] is False for report in reports[: len(files)])
+    assert "unsupported" in reports[-2] and reports[-1]["agrees"] is True
+
+
 def test_files_that_are_no_fixture_are_an_answer_not_a_traceback(tmp_path):
     (tmp_path / "text.safetensors").write_text("no tensors")
     files = [

@@ -203,7 +203,7 @@ def test_the_whole_vocabulary_never_exists_for_all_slots():
 def test_gamma_defaults_and_errors():
     assert [decay_gamma(size, None) for size in (16, 10, 8)] == [7.0, 5.0, 4.0]
     assert decay_gamma(12, 3.5) == 3.5 and decay_gamma(8, 9.0) == 9.0
-    with pytest.raises(ValueError, match="objective.gamma must be given for block size 12"):
+    with pytest.raises(ValueError, match="objective.gamma: must be given for block size 12"):
         decay_gamma(12, None)
     for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="objective.gamma"):

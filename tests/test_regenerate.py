@@ -297,7 +297,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (["batch_size=2", "limit=0"], 1, "limit"),
         (["batch_size=2", "prompts=absent.jsonl"], 1, "absent.jsonl"),
         (["batch_size=2", f"target={tmp_path}"], 1, "config.json"),
-        ([], 2, "batch_size"),
+        (["max_new_tokens=???"], 2, "max_new_tokens"),
         (["batch_size=two"], 2, "batch_size"),
         (["batch_size=2", "batchsize=2"], 2, "batchsize"),
     ]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,8 +71,13 @@ def test_a_resumed_run_ends_in_the_same_bits(target: Path, rows: Path, one_and_o
     again = launch(2, arguments, check=False)
     assert again.returncode != 0 and "run_dir:" in again.stderr and "resume=auto" in again.stderr
     (run_dir / "checkpoints" / "step-000099").mkdir()  # cut off before it was whole: not taken
+    cut = shutil.copytree(run_dir / "checkpoints" / "step-000007", run_dir / "checkpoints" / "step-000098")
+    largest = max(cut.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
     resumed = launch(2, [*arguments, "resume=auto"])
     assert "resuming after step 7" in resumed.stdout
+    assert "step-000098 is damaged" in resumed.stdout
+    shutil.rmtree(cut)
     assert metrics(run_dir) == metrics(one_and_one)
     assert metrics(run_dir, "eval") == metrics(one_and_one, "eval")
     for (name, mine), other in zip(weights(run_dir).items(), weights(one_and_one).values(), strict=True):
@@ -119,7 +126,7 @@ def test_a_slow_drafter_blocks_the_target_and_the_queue_keeps_its_bound(target: 
 
 
 def test_a_slow_target_starves_the_drafter(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", num_layers=12, intermediate_size=4096)
+    target = make_target(tmp_path / "target", num_layers=12, intermediate_size=16384)
     rows, run_dir = make_rows(tmp_path / "rows.jsonl", 400), tmp_path / "run"
     light = {"model__drafter__num_layers": 1, "model__drafter__intermediate_size": 32, "anchors__per_token": 0.01}
     launch(2, overrides(target, rows, run_dir, train__max_steps=15, **light))
@@ -181,8 +188,11 @@ def test_bad_data_is_refused_and_leaves_no_run_folder(
         ("model.drafter.mask_token_id=null", "model.drafter.mask_token_id: None must be a token"),
         ("model.drafter.target_layer_ids=[1,2,5]", "model.drafter.target_layer_ids: 5 is the target's last layer"),
         ("model.drafter.target_layer_ids=[1,2,9]", "model.drafter.target_layer_ids: the target has no layer 9"),
-        ("model.drafter.num_features=9", "model.drafter.target_layer_ids: a target of 6 layers is too shallow"),
-        ("model.drafter.block_size=6", "objective.gamma must be given for block size 6"),
+        (
+            "model.drafter.num_layers=9 model.drafter.target_layer_ids=null",
+            "model.drafter.target_layer_ids: a target of 6 layers is too shallow",
+        ),
+        ("model.drafter.block_size=6", "objective.gamma: must be given for block size 6"),
         ("model.drafter.num_key_value_heads=3", "model.drafter.num_key_value_heads: 3 must divide"),
         ("model.target.path=/nowhere", "/nowhere"),
         ("resume=/nowhere", "resume: /nowhere is no checkpoint"),
@@ -191,7 +201,7 @@ def test_bad_data_is_refused_and_leaves_no_run_folder(
 def test_what_does_not_fit_is_said_before_anything_runs(
     override: str, expected: str, target: Path, rows: Path, tmp_path: Path
 ) -> None:
-    assert expected in refusal([*overrides(target, rows, tmp_path / "run"), override])
+    assert expected in refusal([*overrides(target, rows, tmp_path / "run"), *override.split()])
     assert not (tmp_path / "run").exists()
 
 

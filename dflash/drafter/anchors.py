@@ -6,8 +6,6 @@ import torch
 from dflash.batch import MicroBatch
 from dflash.drafter.blocks import Blocks
 
-EVALUATION_EPOCH = -1
-
 
 def draw_anchors(
     micro_batch: MicroBatch, *, block_size: int, per_token: float, max_per_document: int, seed: int, epoch: int
@@ -16,7 +14,7 @@ def draw_anchors(
 
     A token is eligible iff it and the next token of its document are supervised. A document draws
     ceil(per_token * supervised tokens) of them, at least 1, at most `max_per_document`, or all where it has fewer.
-    Evaluation passes `EVALUATION_EPOCH`, so that its anchors never change. Source: design section 3.
+    Source: design section 3.
     """
     lengths = micro_batch.lengths.numpy().astype(np.int64)
     document_T = np.repeat(np.arange(lengths.size), lengths)

@@ -34,38 +34,35 @@ def source_layer_ids(shape: DrafterShape) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def start_from_target(drafter: DFlashDrafter, source: TargetLayers) -> int:
-    """Copy every weight whose shape is the same; returns how many tensors were copied.
+def start_from_target(drafter: DFlashDrafter, source: TargetLayers) -> None:
+    """Copy every weight whose shape is the same; the others keep what they were drawn as.
 
     The final norm is the target's; `fc` passes the last captured feature through. Query and key norms, where the
     target has none, get the root mean square that its queries and keys have for normed input, so that attention is
     as sharp as it was: sqrt(mean over outputs of sum_j (W_ij g_j)^2), g the weight of the norm before.
     """
-    num_copied = _copy(drafter.norm.weight, source.final_norm)
+    _copy(drafter.norm.weight, source.final_norm)
     for layer, weights in zip(drafter.layers, source.layers, strict=True):
         parameters = dict(layer.named_parameters())
-        num_copied += sum(_copy(parameters[name], weights.get(name)) for name in _COPIED)
+        for name in _COPIED:
+            _copy(parameters[name], weights.get(name))
         for kind in ("q", "k"):
-            norm = parameters[f"self_attn.{kind}_norm.weight"]
-            if _copy(norm, weights.get(f"self_attn.{kind}_norm.weight")):
-                num_copied += 1
-            elif parameters[f"self_attn.{kind}_proj.weight"].shape == _shape(
-                weights.get(f"self_attn.{kind}_proj.weight")
-            ):
-                scaled = parameters[f"self_attn.{kind}_proj.weight"] * parameters["input_layernorm.weight"]
+            norm, projection = parameters[f"self_attn.{kind}_norm.weight"], f"self_attn.{kind}_proj.weight"
+            is_copied = _copy(norm, weights.get(f"self_attn.{kind}_norm.weight"))
+            if not is_copied and _fits(parameters[projection], weights.get(projection)):
+                scaled = parameters[projection] * parameters["input_layernorm.weight"]
                 norm.fill_(float(scaled.square().sum(1).mean().sqrt()))
     hidden_size = drafter.shape.hidden_size
     drafter.fc.weight.zero_()
     drafter.fc.weight[:, -hidden_size:] = torch.eye(hidden_size)
-    return num_copied
 
 
-def _copy(parameter: Tensor, weight: Tensor | None) -> int:
-    if _shape(weight) != parameter.shape:
-        return 0
+def _copy(parameter: Tensor, weight: Tensor | None) -> bool:
+    if not _fits(parameter, weight):
+        return False
     parameter.copy_(weight)
-    return 1
+    return True
 
 
-def _shape(weight: Tensor | None) -> torch.Size | None:
-    return None if weight is None else weight.shape
+def _fits(parameter: Tensor, weight: Tensor | None) -> bool:
+    return weight is not None and weight.shape == parameter.shape

@@ -21,10 +21,10 @@ def decay_gamma(block_size: int, gamma: float | None) -> float:
     if gamma is None:
         if block_size not in DEFAULT_GAMMAS:
             known = ", ".join(str(size) for size in sorted(DEFAULT_GAMMAS))
-            raise ValueError(f"objective.gamma must be given for block size {block_size}: defaults exist for {known}")
+            raise ValueError(f"objective.gamma: must be given for block size {block_size}, defaults exist for {known}")
         return DEFAULT_GAMMAS[block_size]
     if not gamma > 0:
-        raise ValueError(f"objective.gamma={gamma} must be positive")
+        raise ValueError(f"objective.gamma: {gamma} must be a number above 0")
     return gamma
 
 

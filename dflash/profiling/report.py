@@ -25,15 +25,21 @@ class RankReport:
     per rank lets ranks overlay in one chart. The summary line goes to `<run_dir>/logs/<name>.log`.
     """
 
-    def __init__(self, run_dir: Path, name: str, role: str, stats: ProfileStats, interval_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, name: str, role: str, stats: ProfileStats, interval_s: float, first_step: int = 1
+    ) -> None:
+        """`first_step`: what an earlier launch of the same run wrote from there on is dropped from the charts."""
         self.stats = stats
         self._name, self._role, self._interval_s = name, role, interval_s
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard" / name), max_queue=1000, flush_secs=15)
+        self._writer = SummaryWriter(
+            log_dir=str(run_dir / "tensorboard" / name), max_queue=1000, flush_secs=15, purge_step=first_step
+        )
         log_path = run_dir / "logs" / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log = log_path.open("a", encoding="utf-8")
         self._started = time.monotonic()
         self._due = self._started + interval_s
+        self._step = first_step
         self._counts: dict[str, float] = {}
 
     def scalars(self, values: dict[str, float], step: int) -> None:
@@ -49,12 +55,13 @@ class RankReport:
         self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
         self._log.flush()
 
-    def poll(self, step: int) -> None:
-        """Write the stage summary if the interval is over."""
+    def poll(self, step: int | None = None) -> None:
+        """Write the stage summary if the interval is over; without a step, under the one last named."""
+        self._step = step or self._step
         self.stats.collect()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + self._interval_s
-            self._write_interval(step)
+            self._write_interval(self._step)
 
     def _write_interval(self, step: int) -> None:
         now = time.monotonic()

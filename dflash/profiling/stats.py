@@ -93,11 +93,19 @@ class ProfileStats:
             self._add(path, start.elapsed_time(end) / 1e3)
 
     def take_interval(self) -> dict[str, StageTotals]:
-        """Totals since the last call, the time up to now included; starts a new interval."""
-        if not self._stack:
-            now = self._mark()
-            self._record(OTHER, self._boundary, now)
+        """Totals since the last call, the time up to now included; starts a new interval.
+
+        A top-level stage that is under way is cut here, so that intervals sum to the wall time even while a rank
+        waits; it counts once in each.
+        """
+        now = self._mark()
+        if self._stack:
+            path, start = self._stack[0]
+            self._stack[0] = (path, now)
+        else:
+            path, start = OTHER, self._boundary
             self._boundary = now
+        self._record(path, start, now)
         self.collect()
         totals, self.interval = self.interval, {}
         return totals

@@ -4,10 +4,10 @@ import json
 import math
 import time
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,7 +28,7 @@ class Console:
         self._run, self._is_leader, self._report = run, is_leader, report
         self._sums = MetricSums.zeros(run.drafter_shape.block_size, run.device)
         self._num_tokens, self._since = 0, time.monotonic()
-        self._metrics_file = (run.run_dir / METRICS_FILE).open("a", encoding="utf-8") if is_leader else None
+        self._metrics_file = open_metrics(run.run_dir / METRICS_FILE, run.first_step) if is_leader else None
         self._bar = tqdm(
             total=run.plan.num_steps,
             initial=run.first_step - 1,
@@ -59,8 +59,8 @@ class Console:
         """Read the interval's metrics and show them; starts a new interval."""
         self._report.scalars({"queue/depth": queue_depth, "queue/bytes": queue_bytes}, step)
         if self._is_leader:
-            norm = float(torch.as_tensor(grad_norm))
             metrics = self._sums.read()  # the one wait for the device per interval
+            norm = float(grad_norm)
             now = time.monotonic()
             tokens_per_s = self._num_tokens / max(now - self._since, 1e-9)
             scalars = {"grad_norm": norm, "learning_rate": learning_rate, "tokens_per_s": tokens_per_s}
@@ -93,6 +93,17 @@ class Console:
         assert self._metrics_file is not None
         self._metrics_file.write(json.dumps(_without_nan(record)) + "\n")
         self._metrics_file.flush()
+
+
+def open_metrics(path: Path, first_step: int) -> TextIO:
+    """The file to append records to, without those that an earlier launch wrote from `first_step` on."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+    return path.open("a", encoding="utf-8")
 
 
 def _without_nan(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import distributed as dist
@@ -80,6 +80,7 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport) -> None:
             max_bytes=bounds.max_bytes,
             min_ready=math.ceil(bounds.min_ready / run.topology.num_drafters),
             device=run.device,
+            on_wait=report.poll,
         )
         train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats), report)
         report.scalars({"queue/max_depth": queue.max_depth_seen}, run.last_step)
@@ -108,7 +109,9 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
             entries = run.plan.step_entries(step)
             for entry in own_entries(run, entries):
                 hidden = source.take(entry.index)
-                trainer.accumulate(hidden, entry, source.pump)
+                # The first of them compiles on CUDA.
+                with source.busy(LOADING_S) if step == run.first_step else nullcontext():
+                    trainer.accumulate(hidden, entry, source.pump)
                 source.consumed(hidden)
             with stats.stage("gradient_sync"):
                 if (work := trainer.reduce(trainer.flat.buffer)) is not None:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 from dflash.batch import MicroBatch, PackedLayout, TargetShape
 from dflash.checkpoint import find_checkpoint, read_meta
-from dflash.config import Device, DrafterConfig, Dtype, InitFrom, LayerType, TrainConfig
+from dflash.config import INIT_FROM_TARGET, Device, DrafterConfig, Dtype, LayerType, TrainConfig, plain_config
 from dflash.data.build import build_corpus
 from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
 from dflash.data.plan import Plan, PlanEntry
@@ -19,6 +20,7 @@ from dflash.drafter.initial import source_layer_ids
 from dflash.drafter.objective import decay_gamma
 from dflash.drafter.shape import DrafterShape
 from dflash.groups import Launch, Topology
+from dflash.target.layers import check_layers
 from dflash.target.loading import load_tokenizer
 from dflash.target.shape import check_target_layer_ids, default_target_layer_ids, read_target_shape
 
@@ -48,7 +50,7 @@ class Agreement:
         if self._store is None:
             return work()
         if self._rank != worker:
-            reply = json.loads(self._store.get(key))
+            reply = json.loads(self._wait_for(key))
             if "error" in reply:
                 raise AgreedError(reply["error"])
             return reply["value"]
@@ -62,6 +64,16 @@ class Agreement:
         self._store.set(key, json.dumps({"value": value}))
         return value
 
+    def _wait_for(self, key: str) -> bytes:
+        """Waits as long as it takes: tokenising much data takes hours, and torchrun ends us if the worker dies."""
+        assert self._store is not None
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=60))
+                return self._store.get(key)
+            except torch.distributed.DistStoreError:
+                continue
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -72,7 +84,6 @@ class Run:
     rank: int
     device: torch.device
     run_dir: Path
-    target_shape: TargetShape
     drafter_shape: DrafterShape
     feature_dtype: torch.dtype
     train_corpus: TokenCorpus
@@ -142,7 +153,7 @@ def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
     if config.target_layer_ids is not None:
         layer_ids = tuple(config.target_layer_ids)
     else:
-        layer_ids = default_target_layer_ids(target.num_layers, config.num_features or config.num_layers)
+        layer_ids = default_target_layer_ids(target.num_layers, config.num_layers)
     check_target_layer_ids(layer_ids, target.num_layers)
     mask_token_id = config.mask_token_id
     if mask_token_id is None or not 0 <= mask_token_id < target.vocab_size:
@@ -183,6 +194,8 @@ def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
 def choose_run_dir(config: TrainConfig) -> Path:
     """Folder of this run; raises ValueError when it holds another run and resume is `no`."""
     run_dir = Path(config.run_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S")).expanduser().absolute()
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"run_dir: {run_dir} is a file; name a folder")
     if (run_dir / CONFIG_FILE).exists() and config.resume == "no":
         raise ValueError(
             f"run_dir: {run_dir} holds another run; choose another folder, or set resume=auto to go on with it"
@@ -209,8 +222,9 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
 
     target_shape = read_target_shape(config.model.target.path)
     shape = drafter_shape(config.model.drafter, target_shape)
-    if config.model.drafter.init_from is InitFrom.target:
-        source_layer_ids(shape)
+    # What could fail only when the drafter is loaded is tried now, before a run folder is made.
+    if config.model.drafter.init_from == INIT_FROM_TARGET:
+        check_layers(config.model.target.path, source_layer_ids(shape))
     decay_gamma(shape.block_size, config.objective.gamma)
     if config.train.micro_batches_per_step % topology.num_drafters:
         raise ValueError(
@@ -222,11 +236,11 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
     fingerprint = agreement.once("fingerprint", lambda: train_corpus.fingerprint)
     if train_corpus.fingerprint != fingerprint:
         raise OwnError(f"data.train_path: rank {launch.rank} reads other data than rank 0 does; copy the same files")
-    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir) or ""))
+    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir, say) or ""))
     first_step = 1
     if resume_from:
         meta = read_meta(Path(resume_from))
-        meta.check_matches(shape, train_corpus.fingerprint)
+        meta.check_matches(shape, train_corpus.fingerprint, plain_config(config))
         first_step = meta.step + 1
         say(f"resuming after step {meta.step} from {resume_from}")
     agreement.once("claim", lambda: claim_run_dir(run_dir, config))
@@ -236,7 +250,6 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
         rank=launch.rank,
         device=device,
         run_dir=run_dir,
-        target_shape=target_shape,
         drafter_shape=shape,
         feature_dtype=resolve_dtype(config.model.target.dtype, device),
         train_corpus=train_corpus,

@@ -1,8 +1,8 @@
 """The loop of a target rank: run the frozen target over its micro-batches and send what it captured."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dflash.batch import MicroBatch, PackedHiddenStates, PackedLayout
@@ -57,6 +57,7 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
             groups.edges,
             device=run.device,
             release=lambda packed: pool.release(packed.buffer),
+            on_wait=report.poll,
         )
         step = run.first_step
         for entry in run.entries():
@@ -69,9 +70,10 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
                 micro_batch = run.micro_batch(entry)
             with stats.stage("blocked"):
                 buffer = sender.wait_for_buffer(pool.acquire)
-            packed = producer.produce(micro_batch, buffer, stats)
+            with control.busy(LOADING_S) if step == run.first_step else nullcontext():
+                packed = producer.produce(micro_batch, buffer, stats)
             # On CUDA the isend must follow the packing, not the next forward, so it joins the packer's stream.
-            with stats.stage("send"), torch.cuda.stream(packer.stream):
+            with stats.stage("send"), packer.on_stream():
                 sender.send(packed, entry.index)
             packer.raise_if_bad()
             report.count("throughput/tokens_per_s", micro_batch.num_tokens)
@@ -82,7 +84,7 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
 
 
 def _largest_num_bytes(run: Run) -> int:
-    """Bound on a packed micro-batch: as many tokens as may be, in documents of two tokens each."""
+    """Bound on a packed micro-batch: as many tokens as may be; a document has at least two."""
     num_tokens = run.config.data.tokens_per_micro_batch
     shape = run.drafter_shape
-    return PackedLayout(num_tokens, num_tokens, shape.feature_width, run.feature_dtype).num_bytes
+    return PackedLayout(num_tokens, num_tokens // 2 + 1, shape.feature_width, run.feature_dtype).num_bytes

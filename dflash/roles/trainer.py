@@ -9,9 +9,9 @@ from torch import distributed as dist
 
 from dflash.batch import PackedHiddenStates, TargetVocabulary
 from dflash.checkpoint import CheckpointMeta, load_checkpoint, save_checkpoint
-from dflash.config import InitFrom
+from dflash.config import INIT_FROM_TARGET, plain_config
 from dflash.data.plan import PlanEntry
-from dflash.drafter.anchors import EVALUATION_EPOCH, draw_anchors
+from dflash.drafter.anchors import draw_anchors
 from dflash.drafter.initial import source_layer_ids, start_from_target
 from dflash.drafter.metrics import MetricSums
 from dflash.drafter.model import DFlashDrafter, embed_blocks
@@ -45,7 +45,7 @@ class DrafterTrainer:
         """The drafter at the start of this launch: drawn from the seed, or as its checkpoint left it."""
         optim = run.config.optim
         drafter = DFlashDrafter(run.drafter_shape).initialize(run.config.seed)
-        if run.resume_from is None and run.config.model.drafter.init_from is InitFrom.target:
+        if run.resume_from is None and run.config.model.drafter.init_from == INIT_FROM_TARGET:
             layer_ids = source_layer_ids(run.drafter_shape)
             start_from_target(drafter, load_layers(run.config.model.target.path, layer_ids))
         drafter.to(run.device)
@@ -54,6 +54,7 @@ class DrafterTrainer:
             load_checkpoint(run.resume_from, drafter, optimizer.adamw)
         # After the checkpoint: while states are loaded, no parameter may have a gradient.
         flat = FlatGradients(drafter.parameters(), MetricSums.width(run.drafter_shape.block_size))
+        # float16 would overflow in the head's gradient, whatever the target computes in.
         is_cpu = run.device.type == "cpu"
         return cls(
             run=run,
@@ -61,7 +62,7 @@ class DrafterTrainer:
             stats=stats,
             drafter=drafter,
             vocabulary=load_vocabulary(
-                run.config.model.target.path, torch.float32 if is_cpu else run.feature_dtype, run.device
+                run.config.model.target.path, torch.float32 if is_cpu else torch.bfloat16, run.device
             ),
             optimizer=optimizer,
             flat=flat,
@@ -82,7 +83,7 @@ class DrafterTrainer:
 
         `pump` is called between its parts: transfers go on while this rank computes only if it looks after them.
         """
-        sums = self._sums(hidden, entry, entry.epoch, pump)
+        sums = self._sums(hidden, entry, pump)
         pump()
         with self.stats.stage("backward"):
             sums.loss_sum.backward()
@@ -91,7 +92,7 @@ class DrafterTrainer:
     @torch.no_grad()
     def evaluate(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> MetricSums:
         """Metric sums of a held-out micro-batch, whose anchors are the same in every evaluation."""
-        return self._sums(hidden, entry, EVALUATION_EPOCH, pump).metrics
+        return self._sums(hidden, entry, pump).metrics
 
     def reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start the sum of `tensor`, in place, over all drafters; None when there is only one."""
@@ -117,17 +118,16 @@ class DrafterTrainer:
         run = self.run
         meta = CheckpointMeta(
             step=step,
+            next_index=run.plan.first_entry_of_step(step + 1),
             fingerprint=run.train_corpus.fingerprint,
             shape=run.drafter_shape,
-            target_path=run.config.model.target.path,
+            config=plain_config(run.config),
         )
         group = None if self.groups is None else self.groups.checkpoint
         keep = run.config.checkpoint.keep
         save_checkpoint(run.run_dir, meta, self.drafter, self.optimizer.adamw, group, self.is_leader, keep)
 
-    def _sums(
-        self, hidden: PackedHiddenStates, entry: PlanEntry, epoch: int, pump: Callable[[], None]
-    ) -> ObjectiveSums:
+    def _sums(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> ObjectiveSums:
         run, shape, anchors, stats = self.run, self.run.drafter_shape, self.run.config.anchors, self.stats
         with stats.stage("anchors"):
             # Drawn on the host, from the host's copy of the tokens: nothing is read back from the device.
@@ -138,7 +138,7 @@ class DrafterTrainer:
                 per_token=anchors.per_token,
                 max_per_document=anchors.max_per_document,
                 seed=run.config.seed,
-                epoch=epoch,
+                epoch=entry.epoch,
             )
             slots = TrainedSlots.of(blocks, micro_batch.input_ids, micro_batch.loss_mask, self.gamma)
             anchor_tokens = micro_batch.input_ids[blocks.anchors]

@@ -1,6 +1,7 @@
 """Gather the captured hidden states of a micro-batch into one pooled buffer, off the forward's stream on CUDA."""
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,10 @@ class HiddenStatePacker:
         self._verdicts: deque[_Verdict] = deque()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.packed_event: torch.cuda.Event | None = None
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Enqueue what follows behind the packing; does nothing on CPU, where asking for a stream would start CUDA."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @torch.no_grad()
     def pack(self, captured: CapturedHiddenStates, micro_batch: MicroBatch, buffer: Tensor) -> PackedHiddenStates:

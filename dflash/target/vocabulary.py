@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from dflash.batch import TargetVocabulary
+from dflash.target.capture import decoder_layers
 from dflash.target.loading import load_causal_lm
 from dflash.target.shape import read_config, read_field
 
@@ -80,7 +81,7 @@ def check_vocabulary(model: PreTrainedModel, vocabulary: TargetVocabulary, toler
     """
     seen: dict[str, Tensor] = {}
     decoder = model.get_decoder()
-    first_layer = next(child for child in decoder.children() if isinstance(child, nn.ModuleList))[0]
+    first_layer = decoder_layers(decoder)[0]
 
     def remember(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         seen["embedded"] = args[0] if args else kwargs["hidden_states"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dflash.groups import Role, Topology
 
 _POLL_S = 1e-3
-_CLOSE_S = 60.0
+_CLOSE_S = 600.0  # a leader may still be publishing a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
