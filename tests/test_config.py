@@ -82,6 +82,13 @@ def test_default_composition_is_the_demo() -> None:
     assert composed("pipeline=colocated").pipeline.colocated
 
 
+def test_an_experiment_overrides_every_group_and_the_root() -> None:
+    config = composed("experiment=quickstart")
+    assert (config.train.num_epochs, config.train.micro_batches_per_step) == (1, 1)
+    assert config.model.drafter.init_from == "target" and config.optim.lr == 1e-3
+    assert composed("experiment=quickstart", "train.num_epochs=2").train.num_epochs == 2
+
+
 def test_profile_interval_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "7.5")
     assert composed().profiling.interval_s == 7.5

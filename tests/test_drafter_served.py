@@ -173,7 +173,7 @@ def test_is_causal(folder):
     ("changes", "removed", "word"),
     [
         ({}, ("block_size",), "'block_size'"),
-        ({}, ("dflash_config",), "'dflash_config'"),
+        ({}, ("dflash_config",), "'mask_token_id'"),
         ({"dflash_config": {"target_layer_ids": [1]}}, (), "'mask_token_id'"),
         ({"rope_theta": 5000.0, "rope_parameters": {"rope_theta": 1e6}}, (), "disagree"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0}}, (), "yarn"),

@@ -39,12 +39,20 @@ def one_and_one(target: Path, rows: Path, tmp_path_factory: pytest.TempPathFacto
     return run_dir
 
 
+@pytest.fixture(scope="module")
+def two_and_two(target: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("two_and_two") / "run"
+    launch(4, overrides(target, rows, run_dir, train__eval_interval_steps=10, pipeline__num_target_ranks=2))
+    return run_dir
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4, 8])
 def test_the_split_of_ranks_changes_no_loss(
-    num_ranks: int, target: Path, rows: Path, one_and_one: Path, tmp_path: Path
+    num_ranks: int, target: Path, rows: Path, one_and_one: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    run_dir = tmp_path / "run"
-    launch(num_ranks, overrides(target, rows, run_dir, train__eval_interval_steps=10))
+    run_dir = request.getfixturevalue("two_and_two") if num_ranks == 4 else tmp_path / "run"
+    if num_ranks != 4:
+        launch(num_ranks, overrides(target, rows, run_dir, train__eval_interval_steps=10))
     for kind, count in (("train", 20), ("eval", 2)):
         ours, theirs = metrics(run_dir, kind), metrics(one_and_one, kind)
         assert len(ours) == len(theirs) == count
@@ -54,12 +62,12 @@ def test_the_split_of_ranks_changes_no_loss(
     assert metrics(run_dir)[-1]["loss"] < metrics(run_dir)[0]["loss"]
 
 
-def test_the_same_command_gives_the_same_bits(target: Path, rows: Path, one_and_one: Path, tmp_path: Path) -> None:
+def test_the_same_command_gives_the_same_bits(target: Path, rows: Path, two_and_two: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    launch(2, overrides(target, rows, run_dir, train__eval_interval_steps=10))
-    assert metrics(run_dir) == metrics(one_and_one)
-    assert metrics(run_dir, "eval") == metrics(one_and_one, "eval")
-    for (name, mine), other in zip(weights(run_dir).items(), weights(one_and_one).values(), strict=True):
+    launch(4, overrides(target, rows, run_dir, train__eval_interval_steps=10, pipeline__num_target_ranks=2))
+    assert metrics(run_dir) == metrics(two_and_two)
+    assert metrics(run_dir, "eval") == metrics(two_and_two, "eval")
+    for (name, mine), other in zip(weights(run_dir).items(), weights(two_and_two).values(), strict=True):
         assert torch.equal(mine, other), name
 
 
@@ -74,6 +82,8 @@ def test_a_resumed_run_ends_in_the_same_bits(target: Path, rows: Path, one_and_o
     cut = shutil.copytree(run_dir / "checkpoints" / "step-000007", run_dir / "checkpoints" / "step-000098")
     largest = max(cut.glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+    with (run_dir / "metrics.jsonl").open("a") as file:  # what a run that went on and was killed would leave
+        file.write('{"step": 8, "kind": "train", "loss": 0.0}\n{"step": 9, "ki')
     resumed = launch(2, [*arguments, "resume=auto"])
     assert "resuming after step 7" in resumed.stdout
     assert "step-000098 is damaged" in resumed.stdout
@@ -84,6 +94,10 @@ def test_a_resumed_run_ends_in_the_same_bits(target: Path, rows: Path, one_and_o
         assert torch.equal(mine, other), name
     done = launch(2, [*arguments, "resume=auto"])
     assert "nothing left to train: 20 of 20 steps are done" in done.stdout
+    changed = refusal([*arguments, "resume=auto", "seed=5", "train.micro_batches_per_step=3"])
+    assert changed.startswith("resume: seed was 0, is 5; train.micro_batches_per_step was 6, is 3;")
+    older = refusal([*arguments, f"resume={run_dir}/checkpoints/step-000018"])
+    assert older.startswith("resume: run_dir holds later checkpoints than step-000018")
 
 
 def test_what_a_run_leaves_behind(one_and_one: Path) -> None:

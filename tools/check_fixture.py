@@ -106,7 +106,8 @@ def compare(case: Case) -> dict[str, Any]:
     sums = objective_sums(hidden_NBH, case.slots, case.vocabulary)
     loss = sums.loss_sum / case.divisor
     loss.backward()
-    grads = {name: parameter.grad for name, parameter in drafter.named_parameters()}
+    # Where no slot is trained nothing reaches a parameter, and its gradient is zero.
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in drafter.named_parameters()}
     grad_norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
     errors = {name: tensor_error(grads[name], expected) for name, expected in case.gradients.items()}
     logits_error = None
@@ -198,7 +199,7 @@ def packed_case(cfg: Mapping[str, Any], expected: Mapping[str, Any], tensors: Ma
         cfg["aux_layers"],
         layer_types=packed_layer_types(cfg),
         sliding_window=cfg["sliding_window"] or None,
-        sliding_is_causal=not cfg["non_causal"],
+        sliding_is_causal=not cfg.get("non_causal"),
     )
     logits_NBV = tensors["expected.logits"].view(used_N.numel(), block_size, -1)[used_N]
     return case_of(

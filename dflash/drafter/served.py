@@ -133,7 +133,8 @@ def _shape(config: Mapping[str, Any]) -> DrafterShape:
         raise ValueError("attention_bias=true is not supported: the drafter's projections have no bias")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
-    dflash = config["dflash_config"]
+    # Folders exist with DFlash's own keys in either place; the runtimes look into dflash_config first.
+    dflash = {**config, **(config.get("dflash_config") or {})}
     window = config.get("sliding_window")
     layer_types = _layer_types(config)
     slides = LayerType.sliding_attention in layer_types
@@ -147,10 +148,10 @@ def _shape(config: Mapping[str, Any]) -> DrafterShape:
         rope_theta=_rope_theta(config),
         max_position_embeddings=config.get("max_position_embeddings", _QWEN3_MAX_POSITIONS),
         vocab_size=config["vocab_size"],
-        block_size=config["block_size"],
+        block_size=dflash["block_size"],
         mask_token_id=dflash["mask_token_id"],
         target_layer_ids=tuple(dflash["target_layer_ids"]),
-        num_target_layers=config["num_target_layers"],
+        num_target_layers=dflash["num_target_layers"],
         layer_types=layer_types,
         sliding_window=window if slides else None,
         sliding_is_causal=_sliding_is_causal(config, layer_types),
