@@ -12,7 +12,7 @@ newest="$(dirname "$(ls "$run_dir"/checkpoints/step-*/meta.json | sort | tail -n
 served="$run_dir/served-$(basename "$newest")"
 result="$run_dir/evaluation-$(basename "$newest").json"
 if [ ! -f "$result" ]; then
-    python tools/heldout_prompts.py "$run_dir/heldout_prompts.jsonl" --limit 16
+    python tools/heldout_prompts.py "$run_dir/heldout_prompts.jsonl" --limit 10
     python -m dflash.evaluate drafter="$newest" target="$target" prompts="$run_dir/heldout_prompts.jsonl" \
         max_new_tokens=64 output="$result"
 fi
