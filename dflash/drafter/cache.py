@@ -33,11 +33,6 @@ class DrafterCache:
             self.values[layer][self.length : new_length] = values
         self.length = new_length
 
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens from `length` on."""
-        assert 0 <= length <= self.length
-        self.length = length
-
     def view(self, visibility: Visibility, position: int, slots_B: Tensor) -> "CacheView":
         """What a block of slots `slots_B` anchored at `position` reads on one kind of layer."""
         first = 0 if visibility.window is None else max(0, position - visibility.window + 1)

@@ -41,10 +41,6 @@ class MetricSums:
         return cls(torch.zeros(cls.width(block_size), dtype=torch.float64, device=device))
 
     @property
-    def loss_sum(self) -> Tensor:
-        return self.values[0]
-
-    @property
     def denominator(self) -> Tensor:
         return self.values[1]
 
