@@ -81,7 +81,13 @@ def save_checkpoint(
     state = {"model": drafter.state_dict(), "optimizer": get_optimizer_state_dict(drafter, optimizer)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
-        dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+        try:
+            dcp.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
+        except (Exception, CheckpointException) as error:
+            free = shutil.disk_usage(run_dir).free >> 20
+            raise ValueError(
+                f"{folder} cannot be written: {_reason(error)} ({free} MiB are free); earlier checkpoints are kept"
+            ) from error
     if not is_leader:
         return
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
@@ -130,8 +136,12 @@ def _load(state: dict[str, Any], folder: Path) -> None:
         try:
             dcp.load(state, checkpoint_id=folder, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception; all mean "cannot be read"
-            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            raise ValueError(f"{folder} is damaged: {reason[0]}; use the checkpoint before it") from error
+            raise ValueError(f"{folder} is damaged: {_reason(error)}; use the checkpoint before it") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Last line of an error that carries the tracebacks of many ranks."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def read_meta(folder: Path) -> CheckpointMeta:

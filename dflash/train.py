@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 import hydra
@@ -56,11 +57,16 @@ def play(run: Run, groups: ProcessGroups | None) -> None:
     )
     loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
     try:
-        loop(run, groups, report)
+        try:
+            loop(run, groups, report)
+        except BaseException:
+            # What ended the loop is to be told, not the full disk that the report may meet on the way out.
+            with suppress(OSError):
+                report.close(run.last_step)
+            raise
+        report.close(run.last_step)
     except (TransportError, ValueError, OSError) as error:
         raise OwnError(f"{run.name}: {error}") from error
-    finally:
-        report.close(run.last_step)
 
 
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")

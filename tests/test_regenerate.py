@@ -194,10 +194,12 @@ def test_a_finished_run_has_nothing_to_do(tmp_path: Path, monkeypatch: pytest.Mo
     target, prompts = save_target(tmp_path / "target"), random_prompts(tmp_path / "prompts.jsonl")
     config = config_of(target, prompts, tmp_path / "out.jsonl")
     regenerate(config)
+    finished = (tmp_path / "out.jsonl").read_bytes()
     stop_after(monkeypatch, num_batches=0)
     target.rename(tmp_path / "moved")  # the same target under another path is the same target
     config.target = str(tmp_path / "moved")
     regenerate(config)
+    assert (tmp_path / "out.jsonl").read_bytes() == finished
 
 
 def test_limit_can_be_raised(tmp_path: Path) -> None:

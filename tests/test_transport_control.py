@@ -188,6 +188,8 @@ def test_own_absence_is_not_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now_s += 100.0  # we were away; meanwhile the peer sent its heartbeat
     pair.drafter.send(0, Message(Kind.HEARTBEAT))
     pair.target.pump(0.5)
+    (drafter,) = pair.target.channels.values()
+    assert drafter.last_heard_s == clock.now_s and not drafter.is_closed_by_peer
     pair.close()
 
 
