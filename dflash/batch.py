@@ -93,6 +93,11 @@ class PackedHiddenStates:
             num_bytes = dtype.itemsize * torch.Size(shape).numel()
             setattr(self, name, self.buffer[offset : offset + num_bytes].view(dtype).view(shape))
 
+    def void(self) -> None:
+        """Lets go of the buffer, whose memory is then its owner's alone; only the layout may still be asked for."""
+        for name in ("buffer", *self.layout.sections):
+            delattr(self, name)
+
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:

@@ -46,6 +46,13 @@ class Overlong(Enum):
     skip = "skip"
 
 
+class OnNonfinite(Enum):
+    """What happens when features, loss or gradients of a step are NaN or infinite."""
+
+    stop = "stop"  # save the step before, and end
+    skip = "skip"  # leave the step out, and count it
+
+
 @dataclass(slots=True)
 class TargetConfig:
     path: str = MISSING  # a hub name, a folder, or a GGUF file
@@ -136,6 +143,7 @@ class LoopConfig:
     micro_batches_per_step: int = 12
     log_interval_steps: int = 10
     eval_interval_steps: int | None = None  # null: at the end only
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
 
 
 @dataclass(slots=True)

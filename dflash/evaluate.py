@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from dflash.batch import TargetShape, TargetVocabulary
-from dflash.checkpoint import load_drafter
+from dflash.checkpoints.loading import load_drafter
 from dflash.config import Device, Dtype, parse_cli, run_cli
 from dflash.data.prompts import Prompt, read_prompts
 from dflash.decoding import SpeculativeResult, check_room, greedy_decode, speculative_decode

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from omegaconf import MISSING
 
-from dflash.checkpoint import load_drafter
+from dflash.checkpoints.loading import load_drafter
 from dflash.config import Dtype, parse_cli, run_cli
 from dflash.drafter.served import SERVED_CONFIG, save_served
 

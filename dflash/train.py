@@ -14,38 +14,53 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from dflash.config import TrainConfig, config_folder, one_line, register_schema, to_train_config
 from dflash.groups import Launch, Role, choose_topology
+from dflash.profiling.files import protect_console
 from dflash.profiling.report import RankReport, name_process
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.colocated import run_colocated
 from dflash.roles.drafter import run_drafter
 from dflash.roles.setup import AgreedError, Agreement, OwnError, Run, choose_device, prepare
+from dflash.roles.stopping import StopRequest, dump_stacks_on_request, end_at_once_on_stop_signals, exit_code
 from dflash.roles.target import run_target
 from dflash.transport.errors import TransportError
 from dflash.transport.process_groups import ProcessGroups, join
 
+_PARTING_S = 600.0
 _TELLING_S = 60.0  # a rank that starts late on a busy machine needs so long to come to the same error
 
 
-def train(config: TrainConfig, launch: Launch) -> None:
-    """Join the other ranks, agree on the run, play this rank's role to its end."""
+def train(config: TrainConfig, launch: Launch) -> int | None:
+    """Join the other ranks, agree on the run, play this rank's role to its end.
+
+    Returns the number of the signal that ended the run early.
+    """
     topology = choose_topology(
         launch.world_size, colocated=config.pipeline.colocated, num_target_ranks=config.pipeline.num_target_ranks
     )
     name_process(topology.name(launch.rank))
     device = choose_device(config.device, launch.local_rank)
-    groups = None if topology.colocated else join(topology, launch.rank, device)
+    try:
+        groups = None if topology.colocated else join(topology, launch.rank, device)
+    except OSError as error:
+        raise OwnError(str(error)) from error
     agreement = Agreement(groups.store if groups else None, launch.rank)
     run = prepare(config, topology, launch, device, agreement)
-    if run.first_step <= run.last_step:
-        play(run, groups)
-    elif launch.rank == 0:
-        print(f"nothing left to train: {run.first_step - 1} of {run.plan.num_steps} steps are done", flush=True)
+    signal_number = None
+    if not run.is_done:
+        signal_number = play(run, groups)
+    else:
+        if launch.rank == 0:
+            print(f"nothing left to train: {run.first_step - 1} of {run.plan.num_steps} steps are done", flush=True)
+        if groups is not None:
+            groups.barrier(_PARTING_S)
     if groups is not None:
         groups.close()
+    return signal_number
 
 
-def play(run: Run, groups: ProcessGroups | None) -> None:
-    """This rank's loop, with its report around it."""
+def play(run: Run, groups: ProcessGroups | None) -> int | None:
+    """This rank's loop, with its report around it; returns the number of the signal that ended it early."""
+    dump_stacks_on_request(run.run_dir / "logs" / f"{run.name}.log")
     role = run.topology.role(run.rank)
     report = RankReport(
         run.run_dir,
@@ -58,13 +73,14 @@ def play(run: Run, groups: ProcessGroups | None) -> None:
     loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
     try:
         try:
-            loop(run, groups, report)
+            signal_number = loop(run, groups, report, StopRequest())
         except BaseException:
             # What ended the loop is to be told, not the full disk that the report may meet on the way out.
             with suppress(OSError):
                 report.close(run.last_step)
             raise
         report.close(run.last_step)
+        return signal_number
     except (TransportError, ValueError, OSError) as error:
         raise OwnError(f"{run.name}: {error}") from error
 
@@ -73,8 +89,11 @@ def play(run: Run, groups: ProcessGroups | None) -> None:
 @record
 def main(composed: DictConfig) -> None:
     launch = Launch.from_environment(os.environ)
+    protect_console()
+    dump_stacks_on_request()
+    end_at_once_on_stop_signals()
     try:
-        train(to_train_config(composed), launch)
+        signal_number = train(to_train_config(composed), launch)
     except AgreedError:
         leave(is_told=False)
     except (ValueError, OSError, OmegaConfBaseException) as error:
@@ -83,6 +102,8 @@ def main(composed: DictConfig) -> None:
         if tells:
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         leave(is_told=tells)
+    if signal_number is not None:
+        sys.exit(exit_code(signal_number))
 
 
 def leave(is_told: bool) -> NoReturn:

@@ -157,7 +157,7 @@ class Build:
             "cache_dir": self.cache_dir,
         }
         self.lines = []
-        return build_corpus(paths, tokenizer, report=self.lines.append, **{**arguments, **changes})
+        return build_corpus(paths, tokenizer, **{"report": self.lines.append, **arguments, **changes})
 
     def __call__(self, paths: Any, tokenizer: Any = None, **changes: Any) -> TokenCorpus:
         return open_corpus(self.folder(paths, tokenizer, **changes))

@@ -48,6 +48,7 @@ class Spec:
     victim: str = ""  # "kill target-0": what happens to which rank
     at: int = -1  # at which of its micro-batches
     note: str = ""  # where the victim writes down when
+    asks_to_stop: str = ""  # the rank that asks all others to stop, at its micro-batch `at`
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ class Pool:
 
     def acquire(self) -> torch.Tensor | None:
         return self._free.pop() if self._free else None
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
 
     def release(self, packed: PackedHiddenStates) -> None:
         self._free.append(self._storage.pop(id(packed)))
@@ -178,12 +182,15 @@ def serve(topology: Topology, rank: int, groups: ProcessGroups, control: Control
         started_s = time.monotonic()
         buffer = sender.wait_for_buffer(pool.acquire)
         blocked_s += time.monotonic() - started_s
-        if sender.is_moot(index):
+        if sender.is_over(index):
             break
+        if sender.is_moot(index):
+            pool.give_back(buffer)
+            continue
         _live(topology, rank, spec, index)
         sender.send(pool.pack(buffer, index, spec.max_tokens), index)
         sent.append(index)
-    sender.finish()
+    sender.finish(groups.start_barrier)
     return {"sent": sent, "blocked_s": blocked_s}
 
 
@@ -214,7 +221,7 @@ def train(topology: Topology, rank: int, groups: ProcessGroups, control: Control
             break
     seen["resources_at_end"] = num_resources()
     seen["allocated"] = queue.num_allocated_bytes
-    queue.finish()
+    queue.finish(groups.start_barrier)
     return seen | {"max_depth": queue.max_depth_seen, "held": queue.depth}
 
 

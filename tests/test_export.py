@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from dflash.checkpoint import CheckpointMeta, load_drafter, save_checkpoint
+from dflash.checkpoints.loading import load_drafter, training_state
+from dflash.checkpoints.meta import CheckpointMeta
+from dflash.checkpoints.saving import CheckpointSaver
 from dflash.config import Dtype, run_cli
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.served import load_served
@@ -23,10 +25,14 @@ def save_run(folder: Path, steps: tuple[int, ...]) -> dict[int, DFlashDrafter]:
     """A run folder with a checkpoint per step, each of another drafter."""
     target = helpers.random_target("full")
     drafters = {step: helpers.random_drafter(target, 4, seed=step).requires_grad_(True) for step in steps}
+    saver = CheckpointSaver(folder, None, keep=len(steps))
     for step, drafter in drafters.items():
         optimizer = torch.optim.AdamW(drafter.parameters())
-        meta = CheckpointMeta(step=step, next_index=0, fingerprint="f", shape=drafter.shape, config={})
-        save_checkpoint(folder, meta, drafter, optimizer, group=None, is_leader=True, keep=len(steps))
+        meta = CheckpointMeta(
+            step=step, next_index=0, fingerprint="f", eval_fingerprint=None, shape=drafter.shape, config={}
+        )
+        saver.start(meta, training_state(drafter, optimizer, torch.zeros(1, dtype=torch.float64)))
+        saver.finish()
     return drafters
 
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dflash"
 ENTRY_POINTS = ("train", "evaluate", "export", "regenerate", "doctor")
-ORDER = ("roles", "checkpoint", "decoding", "target", "transport", "drafter", "data", "batch", "groups", "config")
+ORDER = ("roles", "checkpoints", "decoding", "target", "transport", "drafter", "data", "batch", "groups", "config")
 ROOMS = {"data", "target", "transport", "drafter"}
 
 

@@ -108,19 +108,14 @@ def pack_values(value: float, at: int | None = None) -> PackedHiddenStates:
     return packed
 
 
-@pytest.mark.parametrize(
-    ("value", "at", "what"),
-    [
-        (0.0, None, "all zero"),
-        (float("nan"), 21, "not finite"),
-        (float("nan"), None, "not finite"),
-        (float("inf"), 2, "not finite"),
-        (float("-inf"), 5, "not finite"),
-    ],
-)
-def test_bad_features_name_the_documents(value: float, at: int | None, what: str):
-    with pytest.raises(ValueError, match=rf"micro-batch 42 are {what}.*\[1000, 1007\]"):
-        pack_values(value, at)
+def test_zero_features_name_the_documents():
+    with pytest.raises(ValueError, match=r"micro-batch 42 are all zero.*\[1000, 1007\]"):
+        pack_values(0.0)
+
+
+@pytest.mark.parametrize(("value", "at"), [(float("nan"), 21), (float("nan"), None), (float("-inf"), 5)])
+def test_what_is_not_finite_goes_on_to_the_drafters(value: float, at: int | None):
+    assert not torch.isfinite(pack_values(value, at).features).all()
 
 
 def test_one_nonzero_feature_is_enough_and_padding_does_not_count():

@@ -11,7 +11,8 @@ import torch
 from helpers_run import ROOT, VOCAB_SIZE, launch, make_rows, make_target, metrics, overrides, scalars, share
 from hydra import compose, initialize_config_dir
 
-from dflash.checkpoint import list_checkpoints, load_drafter
+from dflash.checkpoints.finding import list_checkpoints
+from dflash.checkpoints.loading import load_drafter
 from dflash.config import config_folder, one_line, register_schema, to_train_config
 from dflash.groups import Launch
 from dflash.train import train

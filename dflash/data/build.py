@@ -2,19 +2,17 @@
 
 import hashlib
 import json
-import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash.config import Overlong
+from dflash.data.cache import building_folder, explain, file_state, remove_abandoned, remove_folder, sync
 from dflash.data.chat import ConversationEncoder, Rendering
 from dflash.data.corpus import ARRAYS, META_FILE, read_meta
 from dflash.data.keys import content_key
@@ -71,31 +69,33 @@ def build_corpus(
     Raises ValueError for what makes the data useless: no rows, too many bad ones, text without a chat template.
     """
     files = find_files(paths)
-    fingerprint = _fingerprint(files, tokenizer, max_length, overlong, vocab_size)
+    states = [file_state(file) for file in files]
+    made_of = _made_of(files, tokenizer, max_length, overlong, vocab_size)
+    fingerprint = _fingerprint(made_of)
     folder = Path(cache_dir) / fingerprint
-    if folder.exists() and not _is_whole(folder):
-        report(f"data: the cached corpus {folder} is damaged; it is built anew")
-        damaged = folder.with_name(f".{fingerprint}.damaged-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):  # another run may have found it first
-            folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    if not folder.exists():
-        building = folder.with_name(f".{fingerprint}.building-{os.getpid()}-{secrets.token_hex(4)}")
-        building.mkdir(parents=True)
-        try:
-            builder = _Builder(building, tokenizer, max_length, overlong, vocab_size, report)
-            lines = builder.build(files, max_bad_fraction, folder)
-            _write_meta(building, fingerprint, builder.counts, lines)
-            try:
-                building.rename(folder)
-            except OSError:
-                if not _is_whole(folder):
-                    raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)  # there still after a failure, or if another was first
-        for line in lines:
-            report(line)
-        return folder
+    try:
+        if folder.exists() and not _is_whole(folder):
+            report(f"data: the cached corpus {folder} is damaged; it is built anew")
+            remove_folder(folder)
+        if not folder.exists():
+            remove_abandoned(folder)
+            with building_folder(folder) as building:
+                builder = _Builder(building, tokenizer, max_length, overlong, vocab_size, report)
+                lines = builder.build(files, max_bad_fraction, folder)
+                for file, state in zip(files, states, strict=True):
+                    if file_state(file) != state:
+                        raise ValueError(f"{file}: changed while it was read; run again once it is complete")
+                _write_meta(building, fingerprint, made_of, builder.counts, lines)
+                try:
+                    building.rename(folder)
+                except OSError:
+                    if not _is_whole(folder):
+                        raise
+            for line in lines:
+                report(line)
+            return folder
+    except OSError as error:  # what cannot be read of the data is a ValueError that names its file
+        raise ValueError(f"data.cache_dir: {folder.parent} cannot be written: {explain(error, folder)}") from error
     meta = read_meta(folder)
     for line in _bad_rows(folder, _NUM_BAD_ROWS_SAID):
         report(f"data: bad row {line}")
@@ -145,6 +145,8 @@ class _Builder:
                         said_s = time.monotonic()
                         self._report(f"data: {self.counts.num_rows:,} rows read, now at {place}")
             self._flush()
+            for file in self._files.values():
+                sync(file)
         counts = self.counts
         _check_bad_fraction(self._folder, counts.num_bad_rows, counts.num_rows, max_bad_fraction)
         lines = _summary(counts, self._max_length, named)
@@ -281,9 +283,11 @@ def _bad_rows(folder: Path, most: int) -> list[str]:
         return [line.rstrip("\n") for line, _ in zip(file, range(most), strict=False)]
 
 
-def _write_meta(folder: Path, fingerprint: str, counts: _Counts, lines: list[str]) -> None:
-    meta = {"fingerprint": fingerprint, "lines": lines, **asdict(counts)}
-    (folder / META_FILE).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+def _write_meta(folder: Path, fingerprint: str, made_of: dict[str, Any], counts: _Counts, lines: list[str]) -> None:
+    meta = {"fingerprint": fingerprint, "made_of": made_of, "lines": lines, **asdict(counts)}
+    with (folder / META_FILE).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(meta, indent=1))
+        sync(file)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -300,24 +304,41 @@ def _conversation_key(row: ConversationRow) -> int:
     return content_key(json.dumps(row.messages[:first] or row.messages, sort_keys=True, default=str).encode())
 
 
-def _fingerprint(
+def _made_of(
     files: list[Path],
     tokenizer: "PreTrainedTokenizerBase | None",
     max_length: int,
     overlong: Overlong,
     vocab_size: int,
-) -> str:
-    """Hash of all that a corpus is made of: contents in their order, not names; tokenizer; limits."""
-    digest = hashlib.blake2b(digest_size=16)
-    limits = [_FORMAT_VERSION, max_length, overlong.value, vocab_size]
-    digest.update(json.dumps([limits, _tokenizer_identity(tokenizer)], sort_keys=True, default=str).encode())
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "blake2b").digest())
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return digest.hexdigest()
+) -> dict[str, Any]:
+    """All that a corpus is made of, long things as their hashes, under the names that users know."""
+    identity = json.dumps(_tokenizer_identity(tokenizer), sort_keys=True, default=str)
+    return {
+        "format": _FORMAT_VERSION,
+        "data.max_length": max_length,
+        "data.overlong": overlong.value,
+        "vocabulary size": vocab_size,
+        "tokenizer": _hash(identity.encode()),
+        "files": [[str(path), _hash_file(path)] for path in files],
+    }
+
+
+def _fingerprint(made_of: dict[str, Any]) -> str:
+    """Contents in their order, not names; tokenizer; limits."""
+    contents = [content for _, content in made_of["files"]]
+    return _hash(json.dumps({**made_of, "files": contents}, sort_keys=True).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase | None") -> object:

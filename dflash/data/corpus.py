@@ -1,6 +1,8 @@
-"""The tokenised documents of one data set, in flat files that every rank maps into memory."""
+"""The tokenised documents of one data set, in flat files that every rank reads for itself."""
 
 import json
+import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -19,28 +21,32 @@ class TokenCorpus:
     """Documents as tokens and loss masks, read only, in the order of their rows.
 
     `lengths` i32 [D] tokens of each document; `num_supervised_tokens` counts those of all documents; `fingerprint`
-    names contents, tokenizer and limits, and so stands for the data set in a checkpoint.
+    names contents, tokenizer and limits, and so stands for the data set in a checkpoint. The files stay open, so that
+    a cache that is deleted while a run goes on does not end it.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Maps a folder that `build_corpus` made; raises ValueError when it is not a whole one."""
+        """Opens a folder that `build_corpus` made; raises ValueError when it is not a whole one."""
         meta = read_meta(folder)
         self.folder = folder
         self.fingerprint: str = meta["fingerprint"]
         self.num_documents: int = meta["num_documents"]
         self.num_tokens: int = meta["num_tokens"]
         self.num_supervised_tokens: int = meta["num_supervised_tokens"]
-        self._input_ids = _map(folder, "input_ids")
-        self._loss_mask = _map(folder, "loss_mask")
-        self._offsets = np.array(_map(folder, "offsets"))
-        self._keys = _map(folder, "keys")
+        self._input_ids = _OpenArray(folder, "input_ids")
+        self._loss_mask = _OpenArray(folder, "loss_mask")
+        self._offsets = _OpenArray(folder, "offsets").read(0, self.num_documents + 1)
+        self._keys = _OpenArray(folder, "keys")
         self.lengths = np.diff(self._offsets).astype(np.int32)
 
     def document(self, document_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Views of one document: `input_ids` i32 [T] and `loss_mask` u8 [T]."""
+        """One document, read only: `input_ids` i32 [T] and `loss_mask` u8 [T].
+
+        Raises ValueError naming the file when it was cut or cannot be read any more.
+        """
         assert 0 <= document_id < self.num_documents
-        span = slice(self._offsets[document_id], self._offsets[document_id + 1])
-        return self._input_ids[span], self._loss_mask[span]
+        start, end = self._offsets[document_id : document_id + 2].tolist()
+        return self._input_ids.read(start, end), self._loss_mask.read(start, end)
 
     def micro_batch(self, index: int, document_ids: np.ndarray) -> MicroBatch:
         """Micro-batch `index` of the plan: the documents end to end, in the order given, copied to host tensors."""
@@ -59,9 +65,26 @@ class TokenCorpus:
         ids = np.arange(self.num_documents, dtype=np.int64) if document_ids is None else document_ids
         return DocumentSet(ids, self.lengths[ids])
 
+    def what_changed_since(self, fingerprint: str) -> str:
+        """What distinguishes this corpus from an earlier one, as far as the cache still tells; may be empty."""
+        try:
+            before = json.loads((self.folder.parent / fingerprint / META_FILE).read_text(encoding="utf-8"))["made_of"]
+            now = json.loads((self.folder / META_FILE).read_text(encoding="utf-8"))["made_of"]
+        except (OSError, ValueError, KeyError):
+            return ""
+        old, new = before.pop("files"), now.pop("files")
+        changed = [f"{key} was {before.get(key)}, is {value}" for key, value in now.items() if before.get(key) != value]
+        if len(old) != len(new):
+            changed.append(f"{len(new)} data files instead of {len(old)}")
+        else:
+            pairs = zip(old, new, strict=True)
+            changed += [f"{now[0]} has other contents than {was[0]} had" for was, now in pairs if was[1] != now[1]]
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return "; ".join(changed[:3]) + more
+
     def source_keys(self) -> np.ndarray:
         """i64 [D] hash of what each document answers: its conversation before the first supervised turn."""
-        return np.array(self._keys)
+        return self._keys.read(0, self.num_documents)
 
 
 def open_corpus(folder: Path | str) -> TokenCorpus:
@@ -119,5 +142,36 @@ def read_meta(folder: Path) -> dict:
     return meta
 
 
-def _map(folder: Path, name: str) -> np.ndarray:
-    return np.memmap(folder / f"{name}.bin", dtype=ARRAYS[name], mode="r")
+class _OpenArray:
+    """An array's open file.
+
+    Not mapped into memory: a page of a map that cannot be read, because the file was cut or the disk fails, kills the
+    process with SIGBUS and names nothing, while a read says what is wrong. The page cache is shared either way.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path, self._dtype = folder / f"{name}.bin", np.dtype(ARRAYS[name])
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ValueError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, end: int) -> np.ndarray:
+        """Elements `start` to `end`, read only."""
+        position, last = start * self._dtype.itemsize, end * self._dtype.itemsize
+        pieces = []
+        while position < last:
+            try:
+                piece = os.pread(self._descriptor, last - position, position)  # 2 GiB at most
+            except OSError as error:
+                raise ValueError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+            if not piece:
+                size = os.fstat(self._descriptor).st_size
+                raise ValueError(
+                    f"{self._path}: has only {size:,} bytes, it was cut after it had been opened; run again, which "
+                    "builds the corpus anew"
+                )
+            pieces.append(piece)
+            position += len(piece)
+        return np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), dtype=self._dtype)

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
+from dflash.profiling.charts import Charts
+from dflash.profiling.files import AppendFile
 from dflash.profiling.stats import ProfileStats, summary_line, wall_s
 
 _PR_SET_NAME = 15
@@ -22,7 +22,8 @@ class RankReport:
     """One rank's TensorBoard run and its stage summary every `interval_s` seconds.
 
     Stage scalars have the tags `stage/<role>/<stage>_ms` and `share/<role>/<stage>`, against the wall clock; a run
-    per rank lets ranks overlay in one chart. The summary line goes to `<run_dir>/logs/<name>.log`.
+    per rank lets ranks overlay in one chart. The summary line goes to `<run_dir>/logs/<name>.log`. Neither raises
+    when its file cannot be written.
     """
 
     def __init__(
@@ -31,12 +32,8 @@ class RankReport:
         """`first_step`: what an earlier launch of the same run wrote from there on is dropped from the charts."""
         self.stats = stats
         self._name, self._role, self._interval_s = name, role, interval_s
-        self._writer = SummaryWriter(
-            log_dir=str(run_dir / "tensorboard" / name), max_queue=1000, flush_secs=15, purge_step=first_step
-        )
-        log_path = run_dir / "logs" / f"{name}.log"
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log_path.open("a", encoding="utf-8")
+        self._charts = Charts(run_dir / "tensorboard" / name, first_step)
+        self._log = AppendFile(run_dir / "logs" / f"{name}.log")
         self._started = time.monotonic()
         self._due = self._started + interval_s
         self._step = first_step
@@ -44,7 +41,8 @@ class RankReport:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+            self._charts.add(tag, value, step)
+        self._charts.flush()
 
     def count(self, tag: str, amount: float) -> None:
         """Add to a rate, written as `tag` per second with the next stage summary."""
@@ -52,8 +50,7 @@ class RankReport:
 
     def line(self, text: str) -> None:
         """Add a line to this rank's log."""
-        self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        self._log.flush()
+        self._log.line(f"{time.strftime('%H:%M:%S')} {text}")
 
     def poll(self, step: int | None = None) -> None:
         """Write the stage summary if the interval is over; without a step, under the one last named."""
@@ -66,19 +63,20 @@ class RankReport:
     def _write_interval(self, step: int) -> None:
         now = time.monotonic()
         for tag, amount in self._counts.items():
-            self._writer.add_scalar(tag, amount / max(now - self._started, 1e-9), step)
+            self._charts.add(tag, amount / max(now - self._started, 1e-9), step)
         self._started, self._counts = now, {}
         totals = self.stats.take_interval()
         whole = wall_s(totals) or 1.0
         for path, stage in totals.items():
-            self._writer.add_scalar(f"stage/{self._role}/{path}_ms", stage.mean_s * 1e3, step)
+            self._charts.add(f"stage/{self._role}/{path}_ms", stage.mean_s * 1e3, step)
             if "/" not in path:
-                self._writer.add_scalar(f"share/{self._role}/{path}", stage.total_s / whole, step)
+                self._charts.add(f"share/{self._role}/{path}", stage.total_s / whole, step)
+        self._charts.flush()
         self.line(summary_line(self._name, totals))
 
     def close(self, step: int) -> None:
         """Write what is left, and the totals of the whole run."""
         self._write_interval(step)
         self.line("whole run: " + summary_line(self._name, self.stats.run))
-        self._writer.close()
+        self._charts.close()
         self._log.close()

@@ -1,16 +1,20 @@
 """Both roles in one process: the same drafter loop, its hidden states made on demand."""
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-
-from torch import distributed as dist
 
 from dflash.batch import PackedHiddenStates
 from dflash.profiling.report import RankReport
 from dflash.profiling.stats import ProfileStats
-from dflash.roles.drafter import train_drafter
+from dflash.roles.drafter import StopAgreed, train_drafter
 from dflash.roles.setup import Run
+from dflash.roles.stopping import StopRequest
 from dflash.roles.target import Producer
 from dflash.roles.trainer import DrafterTrainer
+from dflash.transport.endpoint import Work
+
+_POLL_S = 1e-3
 
 
 class LocalHiddenStates:
@@ -19,11 +23,20 @@ class LocalHiddenStates:
     depth = 0  # nothing ever waits
     num_bytes = 0
 
-    def __init__(self, run: Run, producer: Producer, stats: ProfileStats) -> None:
-        self._run, self._producer, self._stats = run, producer, stats
+    def __init__(self, run: Run, producer: Producer, stats: ProfileStats, stop: StopRequest) -> None:
+        self._run, self._producer, self._stats, self._stop = run, producer, stats, stop
 
-    def take(self, index: int) -> PackedHiddenStates:
-        """Hidden states of micro-batch g; work enqueued on the current stream comes after their packing."""
+    @property
+    def stop_signal(self) -> int | None:
+        return self._stop.signal_number
+
+    def take(self, index: int) -> PackedHiddenStates | None:
+        """Hidden states of micro-batch g, or None once a stop was asked for.
+
+        Work enqueued on the current stream comes after their packing.
+        """
+        if self.stop_signal is not None:
+            return None
         micro_batch = self._run.micro_batch(self._run.plan.entry(index))
         buffer = self._producer.pool.acquire()
         assert buffer is not None, "one micro-batch at a time"
@@ -42,14 +55,23 @@ class LocalHiddenStates:
     def busy(self, seconds: float) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Work) -> None:
         work.wait()
 
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            time.sleep(_POLL_S)
 
-def run_colocated(run: Run, groups: None, report: RankReport) -> None:
-    """Train to the end of the plan in this process alone."""
+
+def run_colocated(run: Run, groups: None, report: RankReport, stop: StopRequest) -> int | None:
+    """Train in this process alone to the end of the plan; returns the number of the signal that ended it early."""
     with report.stats.stage("load"):
         producer = Producer.load(run, num_buffers=1)
         trainer = DrafterTrainer.load(run, None, report.stats)
-    train_drafter(run, trainer, LocalHiddenStates(run, producer, report.stats), report)
+    stop.listen()
+    try:
+        train_drafter(run, trainer, LocalHiddenStates(run, producer, report.stats, stop), report)
+    except StopAgreed:
+        return stop.signal_number
     producer.packer.raise_if_bad(wait=True)
+    return None

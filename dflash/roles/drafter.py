@@ -1,25 +1,37 @@
 """The loop of a drafter rank: take hidden states in order, accumulate, reduce, step."""
 
 import math
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import distributed as dist
+import torch
 
 from dflash.batch import PackedHiddenStates, PackedLayout
+from dflash.config import OnNonfinite
 from dflash.data.plan import PlanEntry
 from dflash.drafter.metrics import MetricSums
 from dflash.profiling.report import RankReport
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.console import Console
 from dflash.roles.peers import LOADING_S, connected
+from dflash.roles.saving import Progress, Saving
 from dflash.roles.setup import Run
+from dflash.roles.stopping import StopRequest
 from dflash.roles.trainer import DrafterTrainer
+from dflash.roles.votes import Outcome, Votes
+from dflash.transport.endpoint import Work
 from dflash.transport.process_groups import ProcessGroups
 from dflash.transport.queue import HiddenStateQueue
 
-SAVING_S = 600.0  # how long a rank may be silent while it writes a checkpoint
+
+class StopAgreed(Exception):
+    """All drafters have agreed to end the run early; what is finished is saved."""
+
+
+class NonFinite(ValueError):
+    """All drafters have met a step that is not finite and must not be skipped; what is finished is saved."""
 
 
 class HiddenStateSource(Protocol):
@@ -29,19 +41,22 @@ class HiddenStateSource(Protocol):
     def depth(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
-    def take(self, index: int) -> PackedHiddenStates: ...
+    @property
+    def stop_signal(self) -> int | None: ...
+    def take(self, index: int) -> PackedHiddenStates | None: ...
     def consumed(self, packed: PackedHiddenStates) -> None: ...
     def pump(self) -> None: ...
     def busy(self, seconds: float) -> AbstractContextManager[None]: ...
-    def wait(self, work: dist.Work) -> None: ...
+    def wait(self, work: Work) -> None: ...
+    def wait_until(self, is_done: Callable[[], bool]) -> None: ...
 
 
 class QueuedHiddenStates:
-    """The queue, with the time spent on it under its names."""
+    """The queue, with the time spent on it under its names, and with an ear for this process's stop signals."""
 
-    def __init__(self, queue: HiddenStateQueue, stats: ProfileStats) -> None:
-        self._queue, self._stats = queue, stats
-        self.wait, self.busy = queue.wait, queue.control.busy
+    def __init__(self, queue: HiddenStateQueue, stats: ProfileStats, stop: StopRequest) -> None:
+        self._queue, self._stats, self._stop = queue, stats, stop
+        self.wait, self.wait_until, self.busy = queue.wait, queue.pump_until, queue.control.busy
 
     @property
     def depth(self) -> int:
@@ -51,9 +66,15 @@ class QueuedHiddenStates:
     def num_bytes(self) -> int:
         return self._queue.num_bytes
 
-    def take(self, index: int) -> PackedHiddenStates:
+    @property
+    def stop_signal(self) -> int | None:
+        if self._stop.signal_number is not None:
+            self._queue.ask_to_stop(self._stop.signal_number)
+        return self._queue.stop_signal
+
+    def take(self, index: int) -> PackedHiddenStates | None:
         with self._stats.stage("starved"):
-            return self._queue.take(index)
+            return None if self.stop_signal is not None else self._queue.take(index)
 
     def consumed(self, packed: PackedHiddenStates) -> None:
         with self._stats.stage("receive"):
@@ -64,12 +85,21 @@ class QueuedHiddenStates:
             self._queue.pump()
 
 
-def run_drafter(run: Run, groups: ProcessGroups, report: RankReport) -> None:
-    """Train on this drafter's micro-batches, in order of g, to the end of the plan."""
+def run_drafter(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRequest) -> int | None:
+    """Train on this drafter's micro-batches, in order of g, to the end of the plan or of all drafters' patience.
+
+    Returns the number of the signal that ended the run early.
+    """
     bounds = run.config.pipeline.queue
     with connected(run, groups) as control:
         with control.busy(LOADING_S), report.stats.stage("load"):
             trainer = DrafterTrainer.load(run, groups, report.stats)
+
+        def on_wait() -> None:
+            report.poll()
+            if stop.signal_number is not None:
+                queue.ask_to_stop(stop.signal_number)
+
         queue = HiddenStateQueue(
             run.topology,
             run.rank,
@@ -80,20 +110,28 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport) -> None:
             max_bytes=bounds.max_bytes,
             min_ready=math.ceil(bounds.min_ready / run.topology.num_drafters),
             device=run.device,
-            on_wait=report.poll,
+            on_wait=on_wait,
         )
-        train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats), report)
+        stop.listen()
+        signal_number = None
+        try:
+            train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats, stop), report)
+        except StopAgreed:
+            signal_number = queue.stop_signal or signal.SIGTERM  # the word may not have come here yet
+            queue.stop()
         report.scalars({"queue/max_depth": queue.max_depth_seen}, run.last_step)
         with report.stats.stage("starved"):
-            queue.finish()
+            queue.finish(groups.start_barrier)
+        return signal_number
 
 
-def own_entries(run: Run, entries: list[PlanEntry]) -> list[PlanEntry]:
-    """Those of `entries` that this rank trains on."""
+def own_entries(run: Run, entries: list[PlanEntry]) -> list[tuple[int, PlanEntry]]:
+    """Those of `entries` that this rank trains on, each with its place in the step."""
+    placed = list(enumerate(entries))
     if run.topology.colocated:
-        return entries
-    place = run.topology.index_in_group(run.rank)
-    return [entry for entry in entries if run.topology.drafter_of(entry.index) == place]
+        return placed
+    own = run.topology.index_in_group(run.rank)
+    return [(place, entry) for place, entry in placed if run.topology.drafter_of(entry.index) == own]
 
 
 def schedule_of(run: Run, drafter: int) -> Iterator[tuple[int, PackedLayout]]:
@@ -102,42 +140,114 @@ def schedule_of(run: Run, drafter: int) -> Iterator[tuple[int, PackedLayout]]:
 
 
 def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, report: RankReport) -> None:
-    """The training loop, whatever the source."""
-    stats, loop, checkpoint = report.stats, run.config.train, run.config.checkpoint
+    """The training loop, whatever the source.
+
+    Raises StopAgreed or NonFinite, on all drafters at the same place, once all that is finished has been saved.
+    """
     with Console(run, trainer.is_leader, report) as console:
-        for step in range(run.first_step, run.last_step + 1):
-            entries = run.plan.step_entries(step)
-            for entry in own_entries(run, entries):
-                hidden = source.take(entry.index)
-                # The first of them compiles on CUDA.
-                with source.busy(LOADING_S) if step == run.first_step else nullcontext():
-                    trainer.accumulate(hidden, entry, source.pump)
-                source.consumed(hidden)
-            with stats.stage("gradient_sync"):
-                if (work := trainer.reduce(trainer.flat.buffer)) is not None:
-                    source.wait(work)
-            with stats.stage("optimizer"):
-                grad_norm = trainer.step(step)
-            with stats.stage("metrics"):
-                console.add(trainer.flat.extras, sum(run.num_tokens(entry) for entry in entries))
-                trainer.flat.zero()
-                if step % loop.log_interval_steps == 0 or step == run.last_step:
-                    console.log(step, grad_norm, trainer.learning_rate(step), source.depth, source.num_bytes)
-            if held_out := run.plan.eval_entries(step):
-                console.log_evaluation(step, evaluate(run, trainer, source, held_out))
-            if step == run.last_step or (checkpoint.interval_steps and step % checkpoint.interval_steps == 0):
-                with stats.stage("checkpoint"), source.busy(SAVING_S):
-                    trainer.save(step)
-            report.poll(step)
+        console.restore(trainer.logging_state)
+        saving = Saving(run, trainer, console, source.wait)
+        try:
+            for step in range(run.first_step - run.owes_evaluation, run.last_step + 1):
+                held_out = run.plan.eval_entries(step)
+                if step >= run.first_step:
+                    outcome = train_step(run, trainer, source, console, step)
+                    saving.progress = Progress(step, owes_evaluation=bool(held_out))
+                    if step == run.first_step:
+                        saving.reserve()
+                    raise_if_stopping(outcome)
+                if held_out:
+                    outcome = evaluate(run, trainer, source, console, step)
+                    saving.progress = Progress(step)
+                    raise_if_stopping(outcome)
+                if saving.is_due:
+                    with report.stats.stage("checkpoint"):
+                        saving.start()
+                report.poll(step)
+        except (StopAgreed, NonFinite):
+            saving.finish()
+            raise
+        with report.stats.stage("checkpoint"):
+            saving.finish()
 
 
-def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, held_out: list[PlanEntry]) -> MetricSums:
-    """Metric sums over the held-out micro-batches of all drafters."""
-    total = MetricSums.zeros(run.drafter_shape.block_size, run.device)
-    for entry in own_entries(run, held_out):
+def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, console: Console, step: int) -> Outcome:
+    """Gradients of this drafter's micro-batches, one reduction, one update; returns what all drafters agreed on.
+
+    Raises StopAgreed when the step was cut off, and NonFinite when it went bad: neither has changed anything.
+    """
+    stats, entries = trainer.stats, run.plan.step_entries(step)
+    for place, entry in own_entries(run, entries):
         hidden = source.take(entry.index)
-        total.add_(trainer.evaluate(hidden, entry, source.pump))
+        if hidden is None:
+            trainer.votes.stop(is_unfinished=True)
+            break
+        # The first of them compiles on CUDA.
+        is_compiling = step == run.first_step and run.device.type == "cuda"
+        with source.busy(LOADING_S) if is_compiling else nullcontext():
+            trainer.accumulate(hidden, entry, place, source.pump)
         source.consumed(hidden)
-    if (work := trainer.reduce(total.values)) is not None:
+    if source.stop_signal is not None:
+        trainer.votes.stop(is_unfinished=False)
+    with stats.stage("gradient_sync"):
+        if (work := trainer.reduce(trainer.flat.buffer)) is not None:
+            source.wait(work)
+    with stats.stage("optimizer"):
+        grad_norm, pending = trainer.step(step)
+        source.wait_until(pending.is_there)
+    with stats.stage("metrics"):
+        outcome = pending.read()
+        raise_if_lost(run, outcome, entries, f"step {step}")
+        if outcome.faults:
+            console.skip(step, outcome.describe(entries))
+        else:
+            console.add(trainer.metrics, sum(run.num_tokens(entry) for entry in entries))
+        trainer.clear()
+        if step % run.config.train.log_interval_steps == 0 or step == run.last_step or outcome.is_stopping:
+            console.log(step, grad_norm, trainer.learning_rate(step), source.depth, source.num_bytes)
+    return outcome
+
+
+def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, console: Console, step: int) -> Outcome:
+    """Show metrics over the held-out micro-batches of all drafters; returns and raises as `train_step` does."""
+    entries = run.plan.eval_entries(step)
+    num_metrics = MetricSums.width(run.drafter_shape.block_size)
+    total = torch.zeros(num_metrics + Votes.width(len(entries)), dtype=torch.float64, device=run.device)
+    metrics, votes = MetricSums(total[:num_metrics]), Votes(total[num_metrics:])
+    for place, entry in own_entries(run, entries):
+        hidden = source.take(entry.index)
+        if hidden is None:
+            votes.stop(is_unfinished=True)
+            break
+        sums, code = trainer.evaluate(hidden, entry, source.pump)
+        metrics.add_(sums)
+        votes.accuse(place, code)
+        source.consumed(hidden)
+    if source.stop_signal is not None:
+        votes.stop(is_unfinished=False)
+    if (work := trainer.reduce(total)) is not None:
         source.wait(work)
-    return total
+    pending = votes.to_host()
+    source.wait_until(pending.is_there)
+    outcome = pending.read()
+    raise_if_lost(run, outcome, entries, f"the evaluation after step {step}")
+    if outcome.faults:
+        console.warn(f"left out of the evaluation after step {step}: {outcome.describe(entries)}")
+    console.log_evaluation(step, metrics)
+    return outcome
+
+
+def raise_if_lost(run: Run, outcome: Outcome, entries: list[PlanEntry], where: str) -> None:
+    """Raises StopAgreed or NonFinite when what was just reduced must not count."""
+    if outcome.is_unfinished:
+        raise StopAgreed
+    if outcome.faults and run.config.train.on_nonfinite is OnNonfinite.stop:
+        raise NonFinite(
+            f"{where}: {outcome.describe(entries)}; all steps before are saved; look at these documents and at "
+            "model.target.dtype (float16 overflows easily), or go on with resume=auto train.on_nonfinite=skip"
+        )
+
+
+def raise_if_stopping(outcome: Outcome) -> None:
+    if outcome.is_stopping:
+        raise StopAgreed

@@ -11,7 +11,9 @@ import torch
 from omegaconf import OmegaConf
 
 from dflash.batch import MicroBatch, PackedLayout, TargetShape
-from dflash.checkpoint import find_checkpoint, read_meta
+from dflash.checkpoints.finding import clean_up, find_checkpoint
+from dflash.checkpoints.manifest import read_meta
+from dflash.checkpoints.meta import CheckpointMeta
 from dflash.config import INIT_FROM_TARGET, Device, DrafterConfig, Dtype, LayerType, TrainConfig, plain_config
 from dflash.data.build import build_corpus
 from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
@@ -91,6 +93,12 @@ class Run:
     plan: Plan
     resume_from: Path | None
     first_step: int
+    owes_evaluation: bool  # the launch before stopped between its last step and the evaluation that follows it
+
+    @property
+    def eval_fingerprint(self) -> str | None:
+        """Fingerprint of the held-out documents where they are data of their own, not a share of the training's."""
+        return None if self.config.data.eval_path is None else self.eval_corpus.fingerprint
 
     @property
     def name(self) -> str:
@@ -101,6 +109,10 @@ class Run:
         """The step after which this launch ends: the plan's last, or `train.stop_at_step` if that comes first."""
         stop = self.config.train.stop_at_step
         return self.plan.num_steps if stop is None else min(stop, self.plan.num_steps)
+
+    @property
+    def is_done(self) -> bool:
+        return self.first_step > self.last_step and not self.owes_evaluation
 
     def num_tokens(self, entry: PlanEntry) -> int:
         corpus = self.eval_corpus if entry.is_eval else self.train_corpus
@@ -120,8 +132,9 @@ class Run:
 
     def entries(self) -> Iterator[PlanEntry]:
         """This launch's entries in order of g: each step's micro-batches, then the evaluation that follows it."""
-        for step in range(self.first_step, self.last_step + 1):
-            yield from self.plan.step_entries(step)
+        for step in range(self.first_step - self.owes_evaluation, self.last_step + 1):
+            if step >= self.first_step:
+                yield from self.plan.step_entries(step)
             yield from self.plan.eval_entries(step)
 
 
@@ -205,9 +218,31 @@ def choose_run_dir(config: TrainConfig) -> Path:
 
 def claim_run_dir(run_dir: Path, config: TrainConfig) -> str:
     """Make the run folder and mark it as this run's, once nothing more can be wrong with the configuration."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    probe = run_dir / "checkpoints" / ".writable"
+    partial = run_dir / f".{CONFIG_FILE}.partial"
+    try:
+        # A folder that takes no checkpoint is better known now than after the first hours.
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        clean_up(run_dir)
+        partial.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+        partial.replace(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ValueError(f"run_dir: {run_dir} cannot be written: {error.strerror or error}") from error
     return "claimed"
+
+
+def check_goes_on(
+    meta: CheckpointMeta, config: TrainConfig, shape: DrafterShape, train_corpus: TokenCorpus, eval_corpus: TokenCorpus
+) -> list[str]:
+    """Lines on what changed since a checkpoint and may; raises ValueError on what changed and must not."""
+    eval_fingerprint = None if config.data.eval_path is None else eval_corpus.fingerprint
+    try:
+        return meta.check_matches(shape, train_corpus.fingerprint, eval_fingerprint, plain_config(config))
+    except ValueError as error:
+        details = train_corpus.what_changed_since(meta.fingerprint)
+        raise ValueError(f"{error}{f' ({details})' if details else ''}") from error
 
 
 def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: torch.device, agreement: Agreement) -> Run:
@@ -237,12 +272,16 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
     if train_corpus.fingerprint != fingerprint:
         raise OwnError(f"data.train_path: rank {launch.rank} reads other data than rank 0 does; copy the same files")
     resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir, say) or ""))
-    first_step = 1
+    first_step, owes_evaluation = 1, False
     if resume_from:
         meta = read_meta(Path(resume_from))
-        meta.check_matches(shape, train_corpus.fingerprint, plain_config(config))
+        changes = check_goes_on(meta, config, shape, train_corpus, eval_corpus)
         first_step = meta.step + 1
+        if meta.step <= plan.num_steps:
+            owes_evaluation = meta.next_index in [entry.index for entry in plan.eval_entries(meta.step)]
         say(f"resuming after step {meta.step} from {resume_from}")
+        for change in changes:
+            say(change)
     agreement.once("claim", lambda: claim_run_dir(run_dir, config))
     run = Run(
         config=config,
@@ -257,6 +296,7 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
         plan=plan,
         resume_from=Path(resume_from) if resume_from else None,
         first_step=first_step,
+        owes_evaluation=owes_evaluation,
     )
     say(plan.describe())
     return run

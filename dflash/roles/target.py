@@ -10,6 +10,7 @@ from dflash.profiling.report import RankReport
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.peers import LOADING_S, connected
 from dflash.roles.setup import Run
+from dflash.roles.stopping import StopRequest
 from dflash.target.capture import FrozenTarget
 from dflash.target.loading import load_causal_lm
 from dflash.target.packing import BufferPool, HiddenStatePacker
@@ -43,13 +44,23 @@ class Producer:
             return self.packer.pack(captured, micro_batch, buffer)
 
 
-def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
-    """Serve this target's micro-batches in order of g, until the plan ends or the drafters say stop."""
+def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRequest) -> int | None:
+    """Serve this target's micro-batches in order of g, until the plan ends or the drafters say stop.
+
+    Returns the number of the signal that ended the run early. A stop asked of a target is passed on to the drafters,
+    who agree on the end; until then it goes on serving.
+    """
     stats, place = report.stats, run.topology.index_in_group(run.rank)
     with connected(run, groups) as control:
         with control.busy(LOADING_S), stats.stage("load"):
             producer = Producer.load(run, run.config.pipeline.num_send_buffers)
         pool, packer = producer.pool, producer.packer
+
+        def on_wait() -> None:
+            report.poll()
+            if stop.signal_number is not None:
+                sender.ask_to_stop(stop.signal_number)
+
         sender = HiddenStateSender(
             run.topology,
             run.rank,
@@ -57,30 +68,38 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport) -> None:
             groups.edges,
             device=run.device,
             release=lambda packed: pool.release(packed.buffer),
-            on_wait=report.poll,
+            on_wait=on_wait,
         )
+        stop.listen()
         step = run.first_step
         for entry in run.entries():
             if run.topology.target_of(entry.index) != place:
                 continue
-            if sender.is_moot(entry.index):
+            if sender.is_over(entry.index):
                 break
             step = entry.step
             with stats.stage("data"):
                 micro_batch = run.micro_batch(entry)
             with stats.stage("blocked"):
                 buffer = sender.wait_for_buffer(pool.acquire)
-            with control.busy(LOADING_S) if step == run.first_step else nullcontext():
+            if sender.is_moot(entry.index):
+                pool.release(buffer)
+                continue
+            # The first forward may compile on CUDA.
+            is_compiling = step == run.first_step and run.device.type == "cuda"
+            with control.busy(LOADING_S) if is_compiling else nullcontext():
                 packed = producer.produce(micro_batch, buffer, stats)
             # On CUDA the isend must follow the packing, not the next forward, so it joins the packer's stream.
             with stats.stage("send"), packer.on_stream():
                 sender.send(packed, entry.index)
             packer.raise_if_bad()
             report.count("throughput/tokens_per_s", micro_batch.num_tokens)
+            on_wait()
             report.poll(step)
         with stats.stage("blocked"):
-            sender.finish()
+            sender.finish(groups.start_barrier)
         packer.raise_if_bad(wait=True)
+        return sender.stop_signal if sender.was_stopped else None
 
 
 def _largest_num_bytes(run: Run) -> int:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from dflash.batch import PackedHiddenStates, TargetVocabulary
-from dflash.checkpoint import CheckpointMeta, load_checkpoint, save_checkpoint
-from dflash.config import INIT_FROM_TARGET, plain_config
+from dflash.checkpoints.loading import load_checkpoint, training_state
+from dflash.config import INIT_FROM_TARGET
 from dflash.data.plan import PlanEntry
 from dflash.drafter.anchors import draw_anchors
 from dflash.drafter.initial import source_layer_ids, start_from_target
@@ -19,6 +20,7 @@ from dflash.drafter.objective import ObjectiveSums, TrainedSlots, decay_gamma, o
 from dflash.drafter.optimizer import DrafterOptimizer, FlatGradients, learning_rate
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.setup import Run
+from dflash.roles.votes import PendingOutcome, Votes, fault_code
 from dflash.target.layers import load_layers
 from dflash.target.vocabulary import load_vocabulary
 from dflash.transport.process_groups import ProcessGroups
@@ -28,7 +30,8 @@ from dflash.transport.process_groups import ProcessGroups
 class DrafterTrainer:
     """Model, optimizer and gradients of one drafter rank; all ranks hold the same parameters, always.
 
-    `flat.extras` holds the step's MetricSums, so that one all-reduce carries gradients, denominator and metrics.
+    `flat.extras` holds the step's MetricSums and Votes, so that one all-reduce carries gradients, denominator, metrics
+    and agreements.
     """
 
     run: Run
@@ -39,6 +42,10 @@ class DrafterTrainer:
     optimizer: DrafterOptimizer
     flat: FlatGradients
     gamma: float
+    metrics: MetricSums  # of the step under way
+    votes: Votes
+    gradients_ok: Tensor  # 0-d bool on the device: whether this rank's gradients are finite so far
+    logging_state: Tensor  # the console's, as this launch found it
 
     @classmethod
     def load(cls, run: Run, groups: ProcessGroups | None, stats: ProfileStats) -> "DrafterTrainer":
@@ -50,10 +57,13 @@ class DrafterTrainer:
             start_from_target(drafter, load_layers(run.config.model.target.path, layer_ids))
         drafter.to(run.device)
         optimizer = DrafterOptimizer(drafter, weight_decay=optim.weight_decay, betas=tuple(optim.betas))
+        num_metrics = MetricSums.width(run.drafter_shape.block_size)
+        logging_state = torch.zeros(num_metrics + 1, dtype=torch.float64)
         if run.resume_from is not None:
-            load_checkpoint(run.resume_from, drafter, optimizer.adamw)
+            load_checkpoint(run.resume_from, drafter, optimizer.adamw, logging_state)
         # After the checkpoint: while states are loaded, no parameter may have a gradient.
-        flat = FlatGradients(drafter.parameters(), MetricSums.width(run.drafter_shape.block_size))
+        num_votes = Votes.width(run.config.train.micro_batches_per_step)
+        flat = FlatGradients(drafter.parameters(), num_metrics + num_votes)
         # float16 would overflow in the head's gradient, whatever the target computes in.
         is_cpu = run.device.type == "cpu"
         return cls(
@@ -67,6 +77,10 @@ class DrafterTrainer:
             optimizer=optimizer,
             flat=flat,
             gamma=decay_gamma(run.drafter_shape.block_size, run.config.objective.gamma),
+            metrics=MetricSums(flat.extras[:num_metrics]),
+            votes=Votes(flat.extras[num_metrics:]),
+            gradients_ok=torch.ones((), dtype=torch.bool, device=run.device),
+            logging_state=logging_state,
         )
 
     @property
@@ -78,8 +92,12 @@ class DrafterTrainer:
     def is_alone(self) -> bool:
         return self.run.topology.num_drafters == 1
 
-    def accumulate(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> None:
-        """Add a micro-batch's gradients and metric sums to the step's.
+    def state(self, logging_state: Tensor) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return training_state(self.drafter, self.optimizer.adamw, logging_state)
+
+    def accumulate(self, hidden: PackedHiddenStates, entry: PlanEntry, place: int, pump: Callable[[], None]) -> None:
+        """Add a micro-batch's gradients and metric sums to the step's, in which it has the given place.
 
         `pump` is called between its parts: transfers go on while this rank computes only if it looks after them.
         """
@@ -87,12 +105,27 @@ class DrafterTrainer:
         pump()
         with self.stats.stage("backward"):
             sums.loss_sum.backward()
-        self.flat.extras.add_(sums.metrics.values)
+        self.metrics.add_(sums.metrics)
+        # A sum shows NaN and infinity in one pass over the gradients and without another buffer of their size.
+        gradients_ok = torch.isfinite(self.flat.gradients.sum())
+        # Gradients that were bad before this micro-batch are not its fault.
+        code = fault_code(_is_finite(hidden.features), torch.isfinite(sums.loss_sum), gradients_ok | ~self.gradients_ok)
+        self.votes.accuse(place, code)
+        self.gradients_ok.copy_(gradients_ok)
 
     @torch.no_grad()
-    def evaluate(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> MetricSums:
-        """Metric sums of a held-out micro-batch, whose anchors are the same in every evaluation."""
-        return self._sums(hidden, entry, pump).metrics
+    def evaluate(
+        self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]
+    ) -> tuple[MetricSums, Tensor]:
+        """Metric sums of a held-out micro-batch, whose anchors are the same in every evaluation, and its fault code.
+
+        The sums are zero where the code is not.
+        """
+        sums = self._sums(hidden, entry, pump)
+        code = fault_code(
+            _is_finite(hidden.features), torch.isfinite(sums.loss_sum), torch.ones_like(self.gradients_ok)
+        )
+        return MetricSums(torch.where(code == 0, sums.metrics.values, 0.0)), code
 
     def reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start the sum of `tensor`, in place, over all drafters; None when there is only one."""
@@ -101,31 +134,27 @@ class DrafterTrainer:
         assert self.groups is not None
         return dist.all_reduce(tensor, group=self.groups.drafters, async_op=True)
 
-    def step(self, step: int) -> Tensor:
-        """Update the parameters from the reduced gradients; returns the gradient norm before clipping, 0-d."""
+    def step(self, step: int) -> tuple[Tensor, PendingOutcome]:
+        """Update the parameters from the reduced gradients, unless the votes have spoilt the step.
+
+        Returns the gradient norm before clipping, 0-d, and what the drafters agreed on: on CUDA both are on their way
+        while the update runs.
+        """
         optim = self.run.config.optim
-        denominator = MetricSums(self.flat.extras).denominator
+        outcome = self.votes.to_host()
+        denominator = self.metrics.denominator
         norm = self.flat.scale_and_clip(denominator, optim.clip_norm)
-        self.optimizer.step(self.learning_rate(step), skip=denominator <= 0)
-        return norm
+        self.optimizer.step(self.learning_rate(step), skip=(denominator <= 0) | self.votes.is_spoilt)
+        return norm, outcome
+
+    def clear(self) -> None:
+        """Empty gradients, metrics and votes for the next step."""
+        self.flat.zero()
+        self.gradients_ok.fill_(True)
 
     def learning_rate(self, step: int) -> float:
         optim = self.run.config.optim
         return learning_rate(step, peak=optim.lr, total_steps=self.run.plan.num_steps, warmup_ratio=optim.warmup_ratio)
-
-    def save(self, step: int) -> None:
-        """Write the checkpoint of a finished step; all drafters call it."""
-        run = self.run
-        meta = CheckpointMeta(
-            step=step,
-            next_index=run.plan.first_entry_of_step(step + 1),
-            fingerprint=run.train_corpus.fingerprint,
-            shape=run.drafter_shape,
-            config=plain_config(run.config),
-        )
-        group = None if self.groups is None else self.groups.checkpoint
-        keep = run.config.checkpoint.keep
-        save_checkpoint(run.run_dir, meta, self.drafter, self.optimizer.adamw, group, self.is_leader, keep)
 
     def _sums(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> ObjectiveSums:
         run, shape, anchors, stats = self.run, self.run.drafter_shape, self.run.config.anchors, self.stats
@@ -150,3 +179,8 @@ class DrafterTrainer:
         pump()
         with stats.stage("head_and_loss"):
             return objective_sums(hidden_NBH, slots, self.vocabulary)
+
+
+def _is_finite(features: Tensor) -> Tensor:
+    """0-d bool: extremes show NaN and infinity, in one pass and without a mask of the features' size."""
+    return torch.isfinite(torch.stack(torch.aminmax(features))).all()

@@ -25,6 +25,9 @@ _ADDRESS_KEY = "dflash/control_address/{rank}"
 _LOOPBACK = "127.0.0.1"
 _MAX_GREETING = 16  # connections that have not said who they are, at one time
 _GREETING_S = 5.0
+_NUM_TOLD = 20  # strangers that get a line of their own; after that one line a minute counts them
+_TELLING_S = 60.0
+_NO_ADDRESS = "failed"
 _CLOCK = time.monotonic
 
 
@@ -45,7 +48,7 @@ def connect(
     """Connects a rank with all its peers; every rank calls it. Drafters listen, targets call.
 
     Raises TimeoutError naming a peer that did not come within `timeout_s` seconds, ConnectionError naming one that
-    cannot be reached or is not of this run.
+    cannot be reached or is not of this run, OSError when this rank cannot listen.
     """
     if rank == 0:
         store.set(_TOKEN_KEY, secrets.token_bytes(TOKEN_BYTES))
@@ -55,7 +58,11 @@ def connect(
     ]
     if topology.role(rank) is Role.DRAFTER:
         targets = {target: topology.name(target) for target, drafter in pairs if drafter == rank}
-        listener = Listener(_own_address(), rank=rank, peers=targets, deadline_s=deadline_s)
+        try:
+            listener = Listener(_own_address(), rank=rank, peers=targets, deadline_s=deadline_s)
+        except OSError as error:
+            store.set(_ADDRESS_KEY.format(rank=rank), f"{_NO_ADDRESS}|{error}")  # nobody waits for us in vain
+            raise
         host, port = listener.address
         store.set(_ADDRESS_KEY.format(rank=rank), f"{host}|{port}")
         channels = listener.accept_all(bytes(store.get(_TOKEN_KEY)))
@@ -71,10 +78,13 @@ def _own_address() -> str:
     if os.environ.get("LOCAL_WORLD_SIZE", "0") == os.environ.get("WORLD_SIZE", "1"):
         return _LOOPBACK
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # a datagram socket: nothing is sent, the kernel only chooses a route
-        return probe.getsockname()[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent, the kernel only chooses a route
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise OSError(f"found no own address on the way to MASTER_ADDR {host}: {error.strerror or error}") from error
 
 
 def _call(topology: Topology, rank: int, drafter_rank: int, store: Store, deadline_s: float) -> ControlChannel:
@@ -85,7 +95,9 @@ def _call(topology: Topology, rank: int, drafter_rank: int, store: Store, deadli
         store.wait([key, _TOKEN_KEY], timedelta(seconds=max(deadline_s - _CLOCK(), 0.1)))
     except RuntimeError:  # the store's own error, which knows keys and no ranks
         raise TimeoutError(f"{name} did not come up in time") from None
-    host, port = store.get(key).decode().split("|")
+    host, port = store.get(key).decode().split("|", 1)
+    if host == _NO_ADDRESS:
+        raise ConnectionError(f"{name} takes no connections: {port}")
     token = bytes(store.get(_TOKEN_KEY))
     try:
         sock = socket.create_connection((host, int(port)), timeout=max(deadline_s - _CLOCK(), 1.0))
@@ -118,11 +130,15 @@ class Listener:
         self._token = b""
         self._channels: dict[int, ControlChannel] = {}
         self._greeting: dict[socket.socket, tuple[str, float, bytearray]] = {}
+        self._num_dropped, self._num_untold, self._last_drop, self._told_s = 0, 0, "", 0.0
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((host, 0))
-        self._socket.listen(128)
+        try:
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.bind((host, 0))
+            self._socket.listen(128)
+        except OSError as error:
+            raise OSError(f"cannot listen for control connections on {host}: {error.strerror or error}") from error
         self._socket.setblocking(False)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -143,15 +159,23 @@ class Listener:
 
     def read(self, now_s: float) -> None:
         """Takes new connections and what they say."""
-        for sock in [sock for sock, (_, since_s, _) in self._greeting.items() if now_s - since_s > _GREETING_S]:
-            self._drop(sock, "said nothing")
+        self.tend(now_s)
         for key, _ in self._selector.select(0):
             if key.fileobj is self._socket:
                 self._accept(now_s)
             elif key.fileobj in self._greeting:  # it may have been dropped a moment ago to make room
                 self._read_greeting(key.fileobj, now_s)
 
+    def tend(self, now_s: float) -> None:
+        """Does what only the passing of time calls for: drops the silent, and counts whom no line named."""
+        for sock in [sock for sock, (_, since_s, _) in self._greeting.items() if now_s - since_s > _GREETING_S]:
+            self._drop(sock, "it did not say who it is", now_s)
+        if self._num_untold and now_s - self._told_s > _TELLING_S:
+            self._tell_count(now_s)
+
     def close(self) -> None:
+        if self._num_untold:
+            self._tell_count(_CLOCK())
         for sock in self._greeting:
             sock.close()
         self._selector.close()
@@ -163,7 +187,7 @@ class Listener:
         except OSError:
             return  # it has gone again, or the process is short of descriptors: the run goes on
         if len(self._greeting) >= _MAX_GREETING:
-            self._drop(next(iter(self._greeting)), "others are waiting")
+            self._drop(next(iter(self._greeting)), "others are waiting", now_s)
         sock.setblocking(False)
         self._greeting[sock] = (f"{address[0]} port {address[1]}", now_s, bytearray())
         self._selector.register(sock, selectors.EVENT_READ)
@@ -177,18 +201,18 @@ class Listener:
         except OSError:
             data = b""
         if not data:
-            return self._drop(sock, "it hung up")
+            return self._drop(sock, "it hung up", now_s)
         received += data
         if len(received) < MESSAGE_BYTES:
             return None
         try:
             message = decode(received)
         except ProtocolError as error:
-            return self._drop(sock, str(error))
+            return self._drop(sock, str(error), now_s)
         if message.kind is not Kind.HELLO or not hmac.compare_digest(message.token, self._token):
-            return self._drop(sock, "it does not know this run's token")
+            return self._drop(sock, "it does not know this run's token", now_s)
         if message.rank not in self._peers or message.rank in self._channels:
-            return self._drop(sock, f"rank {message.rank} is not expected")
+            return self._drop(sock, f"rank {message.rank} is not expected", now_s)
         del self._greeting[sock]
         self._selector.unregister(sock)
         channel = ControlChannel(sock, peer_rank=message.rank, peer_name=self._peers[message.rank], now_s=now_s)
@@ -196,8 +220,19 @@ class Listener:
         self._channels[message.rank] = channel
         return None
 
-    def _drop(self, sock: socket.socket, reason: str) -> None:
+    def _drop(self, sock: socket.socket, reason: str, now_s: float) -> None:
         address = self._greeting.pop(sock)[0]
         self._selector.unregister(sock)
         sock.close()
-        _LOG.warning("control port: dropped a connection from %s: %s", address, reason)
+        self._num_dropped += 1
+        self._last_drop = f"{address}: {reason}"
+        if self._num_dropped <= _NUM_TOLD:
+            _LOG.warning("control port: dropped a connection from %s", self._last_drop)
+            self._told_s = now_s
+        else:
+            self._num_untold += 1
+
+    def _tell_count(self, now_s: float) -> None:
+        """One line for many: a port scanner must not fill the disk that the log is on."""
+        _LOG.warning("control port: dropped %d more connections, last %s", self._num_untold, self._last_drop)
+        self._num_untold, self._told_s = 0, now_s

@@ -20,6 +20,7 @@ class Readable(Protocol):
 
     def fileno(self) -> int: ...
     def read(self, now_s: float) -> None: ...
+    def tend(self, now_s: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -79,6 +80,8 @@ class ControlPlane:
         for channel in self.channels.values():
             if not channel.is_closed_by_peer:
                 self._keep_alive(channel, now_s)
+        if self._listener is not None:
+            self._listener.tend(now_s)
         return bool(received)
 
     @contextmanager

@@ -27,10 +27,15 @@ class Endpoint(ABC):
     """One rank's side of all its edges."""
 
     def __init__(self, control: ControlPlane, on_wait: Callable[[], None]) -> None:
-        """`on_wait` runs once per round of every wait, between transfers: the place to raise for a stop signal."""
+        """`on_wait` runs once per round of every wait, between transfers: the place to look for a stop signal.
+
+        `stop_signal` is the number of the signal with which some rank was asked to stop, once that is known here.
+        """
         self.control = control
         self._on_wait = on_wait
-        control.on_message = self._handle
+        self.stop_signal: int | None = None
+        self._done: set[int] = set()
+        control.on_message = self._hear
 
     @abstractmethod
     def _handle(self, channel: ControlChannel, message: Message) -> None:
@@ -43,6 +48,13 @@ class Endpoint(ABC):
     @abstractmethod
     def _must_poll(self) -> bool:
         """Whether something is awaited that no socket announces."""
+
+    def ask_to_stop(self, signal_number: int) -> None:
+        """Lets all ranks know that one was asked to stop; what they make of it they agree on elsewhere."""
+        if self.stop_signal is None:
+            self.stop_signal = signal_number
+            # Drafters have no connections between them, so the word goes from side to side until everyone has it.
+            self.control.send_to_all(Message(Kind.STOPPING, index=signal_number))
 
     def pump(self) -> None:
         """Moves everything that can move, without waiting. Raises TransportError when the run cannot go on."""
@@ -68,6 +80,15 @@ class Endpoint(ABC):
         except RuntimeError as error:
             self._blame(error)
 
+    def _hear(self, channel: ControlChannel, message: Message) -> None:
+        match message.kind:
+            case Kind.STOPPING:
+                self.ask_to_stop(message.index)
+            case Kind.DONE:
+                self._done.add(channel.rank)
+            case _:
+                self._handle(channel, message)
+
     def _round(self, timeout_s: float) -> bool:
         try:
             has_heard = self.control.pump(timeout_s)
@@ -81,17 +102,20 @@ class Endpoint(ABC):
         """A broken collective does not say who left; a moment later the control plane does."""
         deadline_s = time.monotonic() + _BLAME_S
         self.pump_until(lambda: time.monotonic() > deadline_s)
-        text = f"lost a rank of this group: {error}"
+        text = f"lost a rank of this group: {' '.join(str(error).split())}"
         self.control.announce_error(text)
         raise PeerLost(text) from error
 
-    def _wait_for_byes(self) -> None:
-        channels = self.control.channels.values()
-        self.pump_until(lambda: all(channel.heard_bye for channel in channels), is_polled=False)
+    def _part(self, start_barrier: Callable[[], Work]) -> None:
+        """Parts from all ranks together; until then all watch over all, so that nobody's end goes unnamed.
 
-    def _close(self) -> None:
+        Goodbyes come after the barrier: a connection that ends before is a loss, also in the barrier itself.
+        """
+        channels = self.control.channels
+        self.control.send_to_all(Message(Kind.DONE))
+        self.pump_until(lambda: self._done >= channels.keys(), is_polled=False)
+        self.wait(start_barrier())
+        self.control.send_to_all(Message(Kind.BYE))
+        self.pump_until(lambda: all(channel.heard_bye for channel in channels.values()), is_polled=False)
         self.control.flush(_FLUSH_S)
         self.control.close()
-
-    def _say_bye(self) -> None:
-        self.control.send_to_all(Message(Kind.BYE))

@@ -9,7 +9,7 @@ import torch
 from dflash.transport.errors import ProtocolError
 
 MAGIC = b"DFLT"
-VERSION = 1
+VERSION = 2
 TOKEN_BYTES = 16
 MAX_TEXT_BYTES = 16 * 1024
 
@@ -32,9 +32,11 @@ class Kind(IntEnum):
     STOP = 5  # drafter: index = the last g to be served
     EOS = 6  # target: nothing more will be sent; sequence = number of payloads sent over the edge
     ERROR = 7  # anyone: num_bytes of UTF-8 text follow the message
-    BYE = 8  # anyone: the connection may end now
+    BYE = 8  # anyone, once all ranks are done: the connection may end now
     HEARTBEAT = 9  # anyone: still here
     BUSY = 10  # anyone: milliseconds in which silence means nothing; 0 ends it early
+    STOPPING = 11  # anyone, forwarded by everyone once: some rank was asked to stop; index = the signal's number
+    DONE = 12  # anyone: nothing is left to do here but to part from all ranks together
 
 
 _KINDS = frozenset(Kind)

@@ -11,7 +11,7 @@ from dflash.batch import PackedHiddenStates, PackedLayout
 from dflash.groups import Topology
 from dflash.transport.channel import ControlChannel
 from dflash.transport.control import ControlPlane
-from dflash.transport.endpoint import Endpoint
+from dflash.transport.endpoint import Endpoint, Work
 from dflash.transport.errors import ProtocolError
 from dflash.transport.messages import Kind, Message
 from dflash.transport.payload import PayloadChannel, ReceiveBuffer, ReceiveBuffers
@@ -85,6 +85,7 @@ class HiddenStateQueue(Endpoint):
         self._ready: dict[int, _Held] = {}
         self._taken: _Held | None = None
         self._has_started = False
+        self._last_consumed = -1
         self._last: int | None = None
         self.max_depth_seen = 0
         self._extend_credit()
@@ -107,15 +108,19 @@ class HiddenStateQueue(Endpoint):
         """Bytes of all receive buffers, free ones included."""
         return self._buffers.num_allocated_bytes
 
-    def take(self, index: int) -> PackedHiddenStates:
+    def take(self, index: int) -> PackedHiddenStates | None:
         """Waits, pumping, for micro-batch g, which must be the next of the schedule, and hands it out.
 
         The first time it also waits until `min_ready` micro-batches are there, or all that can come before anyone
-        trains.
+        trains. Returns None, now and later, once a rank was asked to stop.
         """
         assert self._taken is None, "consume one micro-batch before taking the next"
         assert self._window.next_index == index, f"g {self._window.next_index} is next, not {index}"
-        self.pump_until(lambda: index in self._ready and self._may_start(), is_polled=False)
+        self.pump_until(
+            lambda: self.stop_signal is not None or (index in self._ready and self._may_start()), is_polled=False
+        )
+        if self.stop_signal is not None:
+            return None
         self._has_started = True
         self._taken = self._ready.pop(index)
         return self._taken.packed
@@ -126,14 +131,19 @@ class HiddenStateQueue(Endpoint):
         On CUDA the work queued on the current stream may still read the buffer. The views in `packed` are void.
         """
         assert self._taken is not None and self._taken.packed is packed
-        self._window.consume()
+        self._last_consumed = self._window.consume()
+        packed.void()  # or a caller's reference would keep one buffer more alive than the bound allows
         self._buffers.release(self._taken.buffer)
         self._taken = None
         self._extend_credit()
         self._settle()
 
-    def stop(self, last: int) -> None:
-        """Ends the plan behind micro-batch g = `last`: targets serve through it, what comes beyond is dropped."""
+    def stop(self, last: int | None = None) -> None:
+        """Ends the plan behind micro-batch g = `last`: targets serve through it, what comes beyond is dropped.
+
+        None ends it behind what has been consumed.
+        """
+        last = self._last_consumed if last is None else last
         assert self._last is None and (self._taken is None or self._taken.index <= last)
         self._last = last
         self._window.stop_after(last)
@@ -142,13 +152,11 @@ class HiddenStateQueue(Endpoint):
         for rank in self._edges:
             self.control.send(rank, Message(Kind.STOP, index=last))
 
-    def finish(self) -> None:
-        """Waits for the end of every edge and parts from all peers in good order; everything has been consumed."""
+    def finish(self, start_barrier: Callable[[], Work]) -> None:
+        """Waits for the end of every edge and parts from all ranks in good order; everything has been consumed."""
         assert self._window.is_finished and self._taken is None
         self.pump_until(lambda: all(edge.has_ended for edge in self._edges.values()), is_polled=False)
-        self._say_bye()
-        self._wait_for_byes()
-        self._close()
+        self._part(start_barrier)
 
     @property
     def _held(self) -> list[_Held]:

@@ -12,7 +12,7 @@ from dflash.batch import PackedHiddenStates
 from dflash.groups import Topology
 from dflash.transport.channel import ControlChannel
 from dflash.transport.control import ControlPlane
-from dflash.transport.endpoint import Endpoint
+from dflash.transport.endpoint import Endpoint, Work
 from dflash.transport.errors import ProtocolError
 from dflash.transport.messages import Kind, Message
 from dflash.transport.payload import PayloadChannel, event_now
@@ -38,6 +38,7 @@ class _Edge:
     num_sent: int = 0
     in_flight: _Outgoing | None = None
     waiting: deque[_Outgoing] = field(default_factory=deque)
+    stop_after: int | None = None
 
 
 class HiddenStateSender(Endpoint):
@@ -70,7 +71,6 @@ class HiddenStateSender(Endpoint):
             peer = topology.drafter_rank(drafter)
             name = f"edge {topology.name(rank)} -> {topology.name(peer)}"
             self._edges[peer] = _Edge(name, peer, PayloadChannel(group, peer_rank=peer, device=device))
-        self.stop_after: int | None = None
 
     @property
     def num_unconfirmed(self) -> int:
@@ -78,8 +78,19 @@ class HiddenStateSender(Endpoint):
         return sum(len(edge.waiting) + (edge.in_flight is not None) for edge in self._edges.values())
 
     def is_moot(self, index: int) -> bool:
-        """Whether the drafters have asked for an end before micro-batch g: it need not be computed or sent."""
-        return self.stop_after is not None and index > self.stop_after
+        """Whether its drafter has asked for an end before micro-batch g: it need not be computed or sent."""
+        stop_after = self._edge_of(index).stop_after
+        return stop_after is not None and index > stop_after
+
+    def is_over(self, index: int) -> bool:
+        """Whether all drafters of this target have asked for an end before micro-batch g: nothing is left to do."""
+        stops = [edge.stop_after for edge in self._edges.values()]
+        return all(stop_after is not None and index > stop_after for stop_after in stops)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a drafter has asked for an end."""
+        return any(edge.stop_after is not None for edge in self._edges.values())
 
     def can_send(self, index: int) -> bool:
         """Whether micro-batch g would leave at once: its edge is free and its drafter has room."""
@@ -115,15 +126,13 @@ class HiddenStateSender(Endpoint):
         edge.waiting.append(_Outgoing(packed, index, event_now(self._device)))
         self.pump()
 
-    def finish(self) -> None:
-        """Waits until all that was handed over has been confirmed, and parts from all peers in good order."""
+    def finish(self, start_barrier: Callable[[], Work]) -> None:
+        """Waits until all that was handed over has been confirmed, and parts from all ranks in good order."""
         self.pump_until(lambda: self.num_unconfirmed == 0, is_polled=False)
         for edge in self._edges.values():
             self.control.send(edge.drafter_rank, Message(Kind.EOS, sequence=edge.num_sent))
-        # Drafters say goodbye when they have trained on everything; until then this rank watches over them.
-        self._wait_for_byes()
-        self._say_bye()
-        self._close()
+        # Drafters are done when they have trained on everything and saved it; until then this rank watches over them.
+        self._part(start_barrier)
 
     def _edge_of(self, index: int) -> _Edge:
         return self._edges[self._topology.drafter_rank(self._topology.drafter_of(index))]
@@ -143,9 +152,9 @@ class HiddenStateSender(Endpoint):
             case Kind.RECEIVED:
                 self._confirm(edge, message)
             case Kind.STOP:
-                if self.stop_after not in (None, message.index):
-                    raise ProtocolError(f"{edge.name}: STOP after g {message.index}, another said {self.stop_after}")
-                self.stop_after = message.index
+                if edge.stop_after is not None:
+                    raise ProtocolError(f"{edge.name}: STOP after g {message.index}, before it after {edge.stop_after}")
+                edge.stop_after = message.index
             case _:
                 raise ProtocolError(f"{edge.name}: unexpected {message.kind.name} from the drafter")
 
