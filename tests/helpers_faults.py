@@ -93,6 +93,7 @@ class RankServer:
         if self._process is not None:
             self._process.stdin.close()
             self._process.wait()
+            self._process = None  # the next launch starts another
 
     def _line(self, timeout_s: float) -> list[Any] | None:
         while b"\n" not in self._unread:

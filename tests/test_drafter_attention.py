@@ -102,6 +102,26 @@ def test_small_tiles_change_nothing(window, monkeypatch):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 5, 7, 10])
+@pytest.mark.parametrize("window", [None, 6])
+def test_runs_of_unequal_length_have_the_dense_gradients(num_blocks, window, monkeypatch):
+    """Runs of a tile are padded to the longest, with places whose gradient must vanish in every sum."""
+    block_size, heads, lengths = 4, 4, [60, 25]
+    anchors = [3 + 5 * n for n in range(num_blocks)] + [62, 70]
+    monkeypatch.setattr(attention_tiles, "_SLOTS_PER_RUN", 3 * block_size)
+    monkeypatch.setattr(attention_tiles, "_MAX_PADDING_RATIO", 100.0)  # all runs in one tile
+    blocks = Blocks.at(torch.tensor(anchors), torch.tensor(lengths), block_size)
+    inputs = _inputs(len(anchors), sum(lengths), block_size, heads, 2, 8)
+    out = TiledAttend(blocks, Visibility(window), heads)(*inputs)
+    twin = dense_attention(*inputs, visible_mask(anchors, lengths, block_size, window, True))
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(out, twin, rtol=0, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, inputs, grad), torch.autograd.grad(twin, inputs, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
 def test_every_block_is_in_one_tile_and_tiles_keep_their_budget():
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 300, (40,), generator=generator)

@@ -56,7 +56,8 @@ def test_a_rank_killed_within_a_large_payload_is_named(victim: str, tmp_path: Pa
 def test_torchrun_ends_with_an_error_and_leaves_nothing_running(setting: Setting) -> None:
     topology = Topology(2, 2)
     arguments = setting.arguments(topology, setting.new_run())
-    launched = launch_torchrun(topology, arguments, "kill target-1 forward 5")
+    # Late enough that all have begun: a rank that still loads has no handlers yet, and torchrun ends it first.
+    launched = launch_torchrun(topology, arguments, "kill target-1 forward 30")
     assert launched.torchrun_code != 0 and not launched.left_over
     for rank in launched.others("target-1"):
         assert len(rank.told) == 1 and re.search(lost("target-1"), rank.told[0]), rank

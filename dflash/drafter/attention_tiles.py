@@ -181,7 +181,7 @@ class _TiledAttention(torch.autograd.Function):
             part.to_probabilities(_gather_rows(tile, lse[..., None]).squeeze(-1))
             tile_grad, tile_delta = (
                 _gather_rows(tile, grad_rows_out, zero_padding=True),
-                _gather_rows(tile, delta[..., None]),
+                _gather_rows(tile, delta[..., None], zero_padding=True),
             )
             block_grad = tile_grad.view(*part.block.shape[:2], -1)
             _add_context(tile, torch.bmm(part.context.mT, tile_grad), grad_context_values)
