@@ -71,6 +71,7 @@ def become(launch: dict[str, Any]) -> None:
 def die_with_parent() -> None:
     """No rank outlives the test that started it, whatever ends the test."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup, whose ranks would not hear it
 
 
 def answer(value: Any) -> None:

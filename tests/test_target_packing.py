@@ -126,16 +126,15 @@ def test_one_nonzero_feature_is_enough_and_padding_does_not_count():
         pack_values(1.0, at=padding_slot)
 
 
-@pytest.mark.parametrize(("value", "what"), [(float("nan"), "not finite"), (0.0, "all zero")])
-def test_a_broken_target_is_found_through_its_features(value: float, what: str):
+def test_a_broken_target_is_found_through_its_features():
     model = tiny_target("llama")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(value)
+            parameter.zero_()
     target = FrozenTarget(model, IDS)
     micro_batch = micro_batch_of([5, 1])
     pool = BufferPool(1, buffer_bytes(micro_batch, target), CPU)
-    with pytest.raises(ValueError, match=rf"{what}.*\[1000, 1007\]"):
+    with pytest.raises(ValueError, match=r"all zero.*\[1000, 1007\]"):
         HiddenStatePacker(pool, target.feature_dtype, CPU).pack(
             target.forward(micro_batch), micro_batch, pool.acquire()
         )

@@ -65,7 +65,7 @@ def altered(offset: int, form: str, value: object) -> bytes:
     [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n".ljust(64, b"\0"), "no control message"),
         (bytes(64), "no control message"),
-        (altered(4, "<H", 0), "protocol version 0, expected 1: all ranks must run the same dflash"),
+        (altered(4, "<H", 0), "protocol version 0, expected 2: all ranks must run the same dflash"),
         (altered(6, "<B", 200), "unknown kind of control message: 200"),
         (altered(7, "<B", 77), "unknown dtype code 77 in a READY message"),
         (altered(6, "<B", int(Kind.ERROR)), "announces 8589934597 bytes of text"),
