@@ -39,6 +39,26 @@ class LayerType(StrEnum):
     sliding_attention = "sliding_attention"
 
 
+class Labels(StrEnum):
+    """Which tokens are right."""
+
+    data = "data"
+    target = "target"  # the argmax of the target's logits
+
+
+class OptimizerName(StrEnum):
+    adamw = "adamw"
+    muon = "muon"  # for matrices; norms keep AdamW
+
+
+class Schedule(StrEnum):
+    """What the learning rate does after its warm-up."""
+
+    cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"  # stable, then a linear decay over optim.decay_ratio of the steps
+
+
 class Overlong(Enum):
     """What happens to a document longer than `data.max_length`."""
 
@@ -61,13 +81,13 @@ class TargetConfig:
 
 @dataclass(slots=True)
 class DrafterConfig:
-    """What is null follows the target: see `dflash.roles.setup.drafter_shape`."""
+    """What is null follows the drafter of `init_from`, else the target: see `dflash.roles.setup.drafter_shape`."""
 
-    num_layers: int = 5
-    block_size: int = 16
+    num_layers: int | None = None  # null: as many as layer_types, else 5
+    block_size: int | None = None  # null: 16
     layer_types: list[LayerType] | None = None  # null: all full
     sliding_window: int | None = None
-    sliding_is_causal: bool = True  # false needs layer_types to be all sliding
+    sliding_is_causal: bool | None = None  # null: true; false needs layer_types to be all sliding
     target_layer_ids: list[int] | None = None  # null: num_layers of them, evenly spaced
     mask_token_id: int | None = None  # must be given; a token of the target's vocabulary that no text holds
     num_attention_heads: int | None = None
@@ -75,7 +95,12 @@ class DrafterConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     rope_theta: float | None = None
-    init_from: str | None = None  # null: from noise; target: from the target's last layers
+    init_from: str | None = None  # null: from noise; target: from its last layers; a folder or hub name: served
+
+    @property
+    def starts_from_served(self) -> bool:
+        """Whether `init_from` names a drafter in the served layout."""
+        return self.init_from not in (None, INIT_FROM_TARGET)
 
 
 @dataclass(slots=True)
@@ -122,13 +147,53 @@ class AnchorsConfig:
 
 
 @dataclass(slots=True)
+class CrossEntropyConfig:
+    weight: float = 1.0
+
+
+@dataclass(slots=True)
+class DivergenceConfig:
+    """Forward KL to the target's distribution, both at `temperature`."""
+
+    weight: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass(slots=True)
+class TotalVariationConfig:
+    weight: float = 0.0
+
+
+@dataclass(slots=True)
+class ConfidenceConfig:
+    """CAP: the entropy of slots that are right."""
+
+    weight: float = 0.0
+
+
+@dataclass(slots=True)
+class DpaceConfig:
+    alpha: float | None = None  # null: off
+
+
+@dataclass(slots=True)
 class ObjectiveConfig:
+    labels: Labels = Labels.data
     gamma: float | None = None  # null: 7, 5, 4 for block sizes 16, 10, 8
+    ce: CrossEntropyConfig = field(default_factory=CrossEntropyConfig)
+    kl: DivergenceConfig = field(default_factory=DivergenceConfig)
+    tv: TotalVariationConfig = field(default_factory=TotalVariationConfig)
+    cap: ConfidenceConfig = field(default_factory=ConfidenceConfig)
+    dpace: DpaceConfig = field(default_factory=DpaceConfig)
 
 
 @dataclass(slots=True)
 class OptimConfig:
+    name: OptimizerName = OptimizerName.adamw
     lr: float = 6e-4
+    schedule: Schedule = Schedule.cosine
+    decay_ratio: float | None = None  # of all steps; wsd only
+    momentum: float | None = None  # muon only
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
     warmup_ratio: float = 0.04
@@ -257,10 +322,9 @@ def _check(config: TrainConfig) -> None:
             "optim.warmup_ratio": config.optim.warmup_ratio,
         }
     )
+    _check_optim(config.optim)
     if not 0.0 < config.anchors.per_token <= 1.0:
         raise ValueError(f"anchors.per_token: {config.anchors.per_token} must be above 0 and at most 1")
-    if len(config.optim.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in config.optim.betas):
-        raise ValueError(f"optim.betas: {config.optim.betas} must be two numbers, each at least 0 and below 1")
     if data.max_length > data.tokens_per_micro_batch:
         raise ValueError(
             f"data.max_length: {data.max_length} must not exceed data.tokens_per_micro_batch "
@@ -271,25 +335,47 @@ def _check(config: TrainConfig) -> None:
     _check_layers(drafter)
 
 
+def _check_optim(optim: OptimConfig) -> None:
+    if len(optim.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in optim.betas):
+        raise ValueError(f"optim.betas: {optim.betas} must be two numbers, each at least 0 and below 1")
+    is_wsd, is_muon = optim.schedule is Schedule.wsd, optim.name is OptimizerName.muon
+    if is_wsd and optim.decay_ratio is None:
+        raise ValueError("optim.decay_ratio: must be given with optim.schedule=wsd (0.1 to 0.2 is usual)")
+    if optim.decay_ratio is not None:
+        if not is_wsd:
+            raise ValueError("optim.decay_ratio: must be null unless optim.schedule is wsd")
+        if not 0.0 < optim.decay_ratio <= 1.0 - optim.warmup_ratio:
+            raise ValueError(
+                f"optim.decay_ratio: {optim.decay_ratio} must be above 0 and leave room for optim.warmup_ratio "
+                f"({optim.warmup_ratio})"
+            )
+    if is_muon and optim.momentum is None:
+        raise ValueError("optim.momentum: must be given with optim.name=muon (0.95), as optim=muon does")
+    if optim.momentum is not None and not is_muon:
+        raise ValueError("optim.momentum: must be null unless optim.name is muon")
+    if optim.momentum is not None and not 0.0 <= optim.momentum < 1.0:
+        raise ValueError(f"optim.momentum: {optim.momentum} must be at least 0 and below 1")
+
+
 def _check_layers(drafter: DrafterConfig) -> None:
     types = drafter.layer_types
-    if types is not None and len(types) != drafter.num_layers:
+    if types is not None and drafter.num_layers is not None and len(types) != drafter.num_layers:
         raise ValueError(
             f"model.drafter.layer_types: has {len(types)} entries, but model.drafter.num_layers is "
             f"{drafter.num_layers}; they must agree"
         )
+    if drafter.starts_from_served:
+        return  # the folder says what its layers are, and what is given here is held against it
     sliding = [kind is LayerType.sliding_attention for kind in types or []]
     if any(sliding) and drafter.sliding_window is None:
         raise ValueError("model.drafter.sliding_window: must be given when layer_types holds sliding_attention")
     if drafter.sliding_window is not None and not any(sliding):
         raise ValueError("model.drafter.sliding_window: must be null when layer_types holds no sliding_attention")
-    if not drafter.sliding_is_causal and not (sliding and all(sliding)):
+    if drafter.sliding_is_causal is False and not (sliding and all(sliding)):
         raise ValueError(
             "model.drafter.sliding_is_causal: may be false only when every layer is sliding_attention, "
             "since a served drafter has one is_causal key for all its layers"
         )
-    if drafter.init_from not in (None, INIT_FROM_TARGET):
-        raise ValueError(f"model.drafter.init_from: {drafter.init_from} is unknown; allowed here: null, target")
 
 
 def _require_at_least(least: int, values: dict[str, float | None]) -> None:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def exchange_until_asked(topology: Topology, rank: int, spec: Spec) -> dict[str,
             time.sleep(spec.seconds.get(topology.name(rank), 0.0))
             queue.consumed(packed)
         is_asked = torch.tensor([float(queue.stop_signal is not None)])
-        queue.wait(dist.all_reduce(is_asked, group=groups.drafters, async_op=True))
+        queue.complete(partial(dist.all_reduce, is_asked, group=groups.drafters, async_op=True))
         if is_asked > 0:
             queue.stop()
             break

@@ -170,3 +170,35 @@ def dense_drafter(
         gate, up = normed @ layer["mlp.gate_proj.weight"].T, normed @ layer["mlp.up_proj.weight"].T
         hidden = hidden + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
     return _norm(hidden, weights["norm.weight"], eps).view(num_blocks, block_size, hidden_size)
+
+
+def dense_logits(hidden: Tensor, vocabulary: TargetVocabulary) -> Tensor:
+    logits = hidden @ vocabulary.head.T * vocabulary.logit_multiplier
+    cap = vocabulary.logit_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def dense_terms(logits: Tensor, teacher: Tensor | None, label: int, temperature: float = 1.0) -> dict[str, Tensor]:
+    """CE, KL, TV, CAP and entropy of one slot, its logits [V] and its teacher's, from their definitions."""
+    shares = logits.softmax(-1)
+    entropy = -(shares * shares.log()).sum()
+    is_right = int(logits.argmax()) == label
+    values = {"ce": -shares[label].log(), "cap": entropy if is_right else 0 * entropy, "entropy": entropy}
+    if teacher is not None:
+        soft, soft_teacher = (logits / temperature).softmax(-1), (teacher / temperature).softmax(-1)
+        values["kl"] = (soft_teacher * (soft_teacher / soft).log()).sum()
+        values["tv"] = 1 - torch.minimum(shares, teacher.softmax(-1)).sum()
+    return values
+
+
+def dense_dpace_weight(confidences: dict[int, float], j: int, alpha: float) -> float:
+    """The weight of slot j of one block, whose supervised slots have these probabilities of the right token."""
+    total = 0.0
+    for m in confidences:
+        if m >= j:
+            product = 1.0
+            for i, confidence in confidences.items():
+                if i <= m:
+                    product *= (1 - alpha) * confidence + alpha
+            total += product
+    return total

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ def train(topology: Topology, rank: int, groups: ProcessGroups, control: Control
             _live(topology, rank, spec, index)
             total += packed.layout.num_tokens
             queue.consumed(packed)
-        queue.wait(dist.all_reduce(total, group=groups.drafters, async_op=True))
+        queue.complete(partial(dist.all_reduce, total, group=groups.drafters, async_op=True))
         seen["sums"].append(int(total[0]))
         if first == 0:
             seen["resources"] = num_resources()
@@ -252,7 +253,7 @@ def wait_and_be_stopped(topology: Topology, rank: int, spec: Spec) -> float | No
     late_s = []
     for wait in (
         lambda: queue.take(0),
-        lambda: queue.wait(dist.all_reduce(torch.ones(3), group=groups.drafters, async_op=True)),
+        lambda: queue.complete(lambda: dist.all_reduce(torch.ones(3), group=groups.drafters, async_op=True)),
     ):
         signals.clear()
         signal.setitimer(signal.ITIMER_REAL, 0.3)

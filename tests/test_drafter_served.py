@@ -11,7 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from dflash.drafter import served
 from dflash.drafter.model import DFlashDrafter
-from dflash.drafter.served import load_served, save_served, served_config, served_shape
+from dflash.drafter.served import (
+    check_served_weights,
+    load_served,
+    read_served_shape,
+    save_served,
+    served_config,
+    served_shape,
+)
 from dflash.drafter.shape import DrafterShape
 
 FIXTURE = Path(__file__).parent / "fixtures" / "served_pair" / "draft"
@@ -97,7 +104,8 @@ def test_config_says_what_the_design_lists():
     full = served_config(small_shape(layer_types=("full_attention",)), torch.float32)
     assert full["use_sliding_window"] is False and full["sliding_window"] is None
     non_causal = small_shape(layer_types=("sliding_attention",), sliding_is_causal=False)
-    assert served_config(non_causal, torch.float32)["is_causal"] is False
+    served = served_config(non_causal, torch.float32)
+    assert served["is_causal"] is False and served["dflash_config"]["causal"] is False
 
 
 def test_transformers_reads_the_config(tmp_path):
@@ -169,6 +177,53 @@ def test_is_causal(folder):
     assert load_served(folder).shape.sliding_is_causal is True
 
 
+def _dflash(**changes) -> dict:
+    return {"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 3, 5], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "is_causal"),
+    [
+        ({"layer_types": ["full_attention"] * 3, **_dflash(use_swa=True, swa_window_size=9)}, 9, False),
+        ({"layer_types": None, **_dflash(use_swa=True)}, 12, False),
+        ({"layer_types": None, **_dflash(use_swa=True, causal=True)}, 12, True),
+        ({"layer_types": ["sliding_attention"] * 3, **_dflash(use_swa=True)}, 12, False),
+        ({"layer_types": ["sliding_attention"] * 3, **_dflash(causal=False)}, 12, False),
+        ({"layer_types": ["sliding_attention"] * 3, "is_causal": False, **_dflash(causal=False)}, 12, False),
+        ({"layer_types": ["sliding_attention"] * 3, **_dflash(use_swa=False)}, 12, True),
+    ],
+)
+def test_windows_as_vllm_spells_them(folder, changes, window, is_causal):
+    _edit(folder, changes)
+    shape = load_served(folder).shape
+    assert set(shape.layer_types) == {"sliding_attention"}
+    assert (shape.sliding_window, shape.sliding_is_causal) == (window, is_causal)
+
+
+def test_dflash_values_in_either_place_or_from_the_caller(folder):
+    same = read_served_shape(folder)
+    _edit(folder, {"mask_token_id": 63, "target_layer_ids": [1, 3, 5]}, ("dflash_config",))
+    assert read_served_shape(folder) == same
+    _edit(folder, {"dflash_config": {"mask_token_id": None, "block_size": 8}}, ("block_size", "mask_token_id"))
+    assert read_served_shape(folder, {"mask_token_id": 63, "block_size": 5}) == same
+
+
+def test_names_and_shapes_are_checked_without_reading_weights(folder):
+    shape = read_served_shape(folder)
+    check_served_weights(folder, shape)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if name != "norm.weight"}
+    save_file({**kept, "lm_head.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: \['norm.weight'\]; tensors left over: \['lm_head.weight'\]"):
+        check_served_weights(folder, shape)
+    save_file({**weights, "norm.weight": torch.ones(63)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm.weight \[63\] instead of \[64\]"):
+        check_served_weights(folder, shape)
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        check_served_weights(folder, shape)
+
+
 @pytest.mark.parametrize(
     ("changes", "removed", "word"),
     [
@@ -182,6 +237,8 @@ def test_is_causal(folder):
         ({"attention_bias": True}, (), "attention_bias"),
         ({"hidden_act": "gelu"}, (), "gelu"),
         ({"is_causal": True}, (), "is_causal"),
+        ({"is_causal": False, **_dflash(causal=True)}, (), "disagree"),
+        ({"architectures": ["DFlash2DraftModel"]}, (), "DFlash2DraftModel"),
         ({"use_sliding_window": False}, (), "use_sliding_window"),
         ({"layer_types": ["full_attention"]}, (), "num_hidden_layers"),
         ({"layer_types": ["chunked_attention"] * 3}, (), "chunked_attention"),

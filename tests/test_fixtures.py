@@ -1,29 +1,25 @@
 """The oracles: fixtures of other trainers through the real command, and the served pair's teacher-forced logits."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers_drafter import dense_drafter, randomize, small_micro_batch, small_shape, small_vocabulary
+from helpers_fixtures import packed_variant, padded_variant
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash.batch import TargetVocabulary
 from dflash.drafter.blocks import Blocks
 from dflash.drafter.head import vocabulary_logits
-from dflash.drafter.model import DFlashDrafter, embed_blocks
+from dflash.drafter.model import embed_blocks
 from dflash.drafter.served import load_served
-from dflash.drafter.shape import DrafterShape
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
-SUPPORTED = ["padded_full_ce", "padded_sliding_ce", "packed_full_ce"]
-UNSUPPORTED = ["padded_full_dpace", "packed_full_kl"]
+NAMES = ["padded_full_ce", "padded_sliding_ce", "padded_full_dpace", "packed_full_ce", "packed_full_kl"]
 
 
 def _check(*files: Path) -> tuple[int, list[dict]]:
@@ -44,8 +40,8 @@ def _changed(source: Path, target: Path, change) -> Path:
 
 
 def test_the_command_agrees_with_the_fixtures():
-    code, reports = _check(*(FIXTURES / f"{name}.safetensors" for name in SUPPORTED))
-    assert code == 0 and len(reports) == len(SUPPORTED)
+    code, reports = _check(*(FIXTURES / f"{name}.safetensors" for name in NAMES))
+    assert code == 0 and len(reports) == len(NAMES)
     for report in reports:
         assert report["agrees"] is True
         assert report["loss"] == pytest.approx(report["expected_loss"], rel=1e-5)
@@ -54,12 +50,32 @@ def test_the_command_agrees_with_the_fixtures():
         assert (report["logits_error"] is None) == (report["family"] == "padded")
 
 
-def test_unsupported_losses_have_their_own_exit_code():
-    code, reports = _check(
-        *(FIXTURES / f"{name}.safetensors" for name in UNSUPPORTED), FIXTURES / "padded_full_ce.safetensors"
-    )
+def _one_sided_dpace(meta, tensors):
+    meta["loss_type"] = "dpace-cumulative-confidence-only"
+
+
+def _reverse_kl(meta, tensors):
+    meta["cfg"]["loss"] = "rkl"
+
+
+def _dpace_of_kl(meta, tensors):
+    meta["cfg"]["weighting"] = "dpace"
+
+
+def _other_weighting(meta, tensors):
+    meta["cfg"]["weighting"] = "linear"
+
+
+def test_unsupported_losses_have_their_own_exit_code(tmp_path):
+    changes = [
+        ("padded_full_dpace", _one_sided_dpace),
+        ("packed_full_ce", _reverse_kl),
+        ("packed_full_kl", _dpace_of_kl),
+        ("packed_full_ce", _other_weighting),
+    ]
+    code, reports = _check(*_variants(tmp_path, changes), FIXTURES / "padded_full_ce.safetensors")
     assert code == 3
-    assert ["unsupported" in report for report in reports] == [True, True, False]
+    assert ["unsupported" in report for report in reports] == [True] * len(changes) + [False]
 
 
 def _shift_loss(meta, tensors):
@@ -82,6 +98,21 @@ def _other_gamma(meta, tensors):
     meta["gamma"] = 6.5
 
 
+def _other_alpha(meta, tensors):
+    meta["dpace_alpha"] = 0.499
+
+
+def _one_slot_less(meta, tensors):
+    """The last supervised slot of a used block no longer counts."""
+    last = int(tensors["anchors"][-2]) + meta["cfg"]["block_size"] - 1
+    tensors["loss_mask"][last] = 0
+    tensors["expected.aligned_loss_mask"][0, -meta["cfg"]["block_size"] - 1] = 0
+
+
+def _other_norm(meta, tensors):
+    tensors["target_norm.weight"][5] *= 1.01
+
+
 def _keep_more(meta, tensors):
     tensors["anchor_keep"][0, 0] ^= 1
 
@@ -101,8 +132,13 @@ def test_small_differences_are_failures(tmp_path):
         ("padded_sliding_ce", _other_window),
         ("padded_sliding_ce", _other_gamma),
         ("padded_full_ce", _keep_more),
+        ("padded_full_dpace", _other_alpha),
+        ("padded_full_dpace", _keep_more),
+        ("packed_full_kl", _one_slot_less),
+        ("packed_full_kl", _other_norm),
     ]
     code, reports = _check(*_variants(tmp_path, changes))
+    assert all("error" not in report for report in reports), reports
     assert code == 1 and [report["agrees"] for report in reports] == [False] * len(changes)
 
 
@@ -127,114 +163,20 @@ def _spoil_dropped(meta, tensors):
 
 def test_what_does_not_count_does_not_show(tmp_path):
     names, changes = ("padded_full_ce", "padded_sliding_ce"), (_shuffle_anchors, _spoil_dropped)
-    code, reports = _check(*_variants(tmp_path, [(name, change) for name in names for change in changes]))
+    cases = [(name, change) for name in names for change in changes]
+    # Under D-PACE the number of rows is the divisor, so a row more would show.
+    code, reports = _check(*_variants(tmp_path, [*cases, ("padded_full_dpace", _shuffle_anchors)]))
     assert code == 0, reports
-
-
-def _written(path: Path, meta: dict, weights: dict, tensors: dict, loss: torch.Tensor) -> Path:
-    """A fixture whose loss and gradients come from the dense twin."""
-    loss.backward()
-    grads = {name: weight.grad for name, weight in weights.items()}
-    norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
-    meta["expected"] = {"loss": float(loss.detach()), "grad_norm": norm}
-    tensors |= {f"draft.{name}": weight.detach() for name, weight in weights.items()}
-    tensors |= {f"grad.{name}": grad for name, grad in grads.items()}
-    single = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file({name: value.contiguous() for name, value in single.items()}, path, {"meta": json.dumps(meta)})
-    return path
-
-
-def _twin_weights(shape: DrafterShape) -> dict[str, torch.Tensor]:
-    drafter = DFlashDrafter(shape)
-    randomize(drafter)
-    return {name: value.double().requires_grad_() for name, value in drafter.state_dict().items()}
-
-
-def _padded_variant(path: Path) -> Path:
-    """Block 5, window 6, three query heads to a key head, no decay, an unused row, blocks past the end."""
-    shape = small_shape(layer_types=("sliding_attention", "full_attention"), sliding_window=6)
-    vocabulary, batch, size = small_vocabulary(shape), small_micro_batch([21] * 3), shape.block_size
-    features = torch.randn(3, 21, shape.feature_width, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    anchors = torch.tensor([[20, 3, 9, 3], [1, 2, 3, 4], [18, 0, 12, 7]])
-    keep = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
-    rows = [(r, int(a)) for r in range(3) for a, kept in zip(anchors[r], keep[r], strict=True) if kept]
-    packed = [r * 21 + a for r, a in rows]
-    weights = _twin_weights(shape)
-    embeddings = embed_blocks(vocabulary, batch.input_ids[packed], shape.mask_token_id, size)
-    hidden = dense_drafter(weights, shape, features.flatten(0, 1), embeddings, packed, [21] * 3)
-    losses = []
-    for n, (r, a) in enumerate(rows):
-        for k in range(1, size):
-            if a + k < 21 and batch.loss_mask[r * 21 + a + k]:
-                label = batch.input_ids[r * 21 + a + k].long()
-                losses.append(F.cross_entropy(hidden[n, k] @ vocabulary.head.T, label))
-    meta = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    meta |= {name: getattr(shape, name) for name in ("num_key_value_heads", "head_dim", "vocab_size", "block_size")}
-    meta |= {name: getattr(shape, name) for name in ("mask_token_id", "rms_norm_eps", "rope_theta", "sliding_window")}
-    meta |= {"layer_types": list(shape.layer_types), "gamma": None, "loss_type": "dflash", "num_target_features": 3}
-    tensors = {"embed.weight": vocabulary.embedding, "lm_head.weight": vocabulary.head, "hidden_states": features}
-    tensors |= {"anchors": anchors, "anchor_keep": keep}
-    tensors |= {"input_ids": batch.input_ids.view(3, 21).long(), "loss_mask": batch.loss_mask.view(3, 21).long()}
-    return _written(path, meta, weights, tensors, torch.stack(losses).mean())
-
-
-def _packed_variant(path: Path) -> Path:
-    """Sliding layers, non-causal in the block, blocks that run into the next document, unused anchors in between."""
-    kinds = ("sliding_attention", "full_attention", "sliding_attention")
-    shape = small_shape(layer_types=kinds, sliding_window=4, sliding_is_causal=False, block_size=6, rope_theta=1e6)
-    lengths, size, padding = [17, 9, 14], shape.block_size, 5
-    vocabulary, batch = small_vocabulary(shape), small_micro_batch([*lengths, padding])
-    batch.loss_mask[-padding:] = 0
-    generator = torch.Generator().manual_seed(6)
-    features, last = (
-        torch.randn(45, width, dtype=torch.float64, generator=generator)
-        for width in (shape.feature_width, shape.hidden_size)
-    )
-    anchors = [30, -1, 14, 2, -1, 0]
-    used = [a for a in anchors if a >= 0]
-    weights = _twin_weights(shape)
-    embeddings = embed_blocks(vocabulary, batch.input_ids[used], shape.mask_token_id, size)
-    hidden = dense_drafter(weights, shape, features, embeddings, used, [*lengths, padding])
-    normed = last / torch.sqrt(last.square().mean(-1, keepdim=True) + 1e-6)
-    labels = (normed @ vocabulary.head.T).argmax(-1)
-    total, mask, logits = torch.zeros(()), torch.zeros(len(anchors), size), torch.zeros(len(anchors), size, 37)
-    for n, a in enumerate(used):
-        row = anchors.index(a)
-        logits[row] = hidden[n].detach() @ vocabulary.head.T
-        for k in range(1, size):
-            if batch.loss_mask[a + k]:
-                mask[row, k] = 1
-                loss = F.cross_entropy(hidden[n, k] @ vocabulary.head.T, labels[a + k - 1])
-                total = total + loss * math.exp(-(k - 1) / 2.5)
-    cfg = {
-        "hidden": 20,
-        "ffn": 28,
-        "layers": 3,
-        "heads": 6,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "vocab": 37,
-        "draft_vocab": 0,
-    }
-    cfg |= {"rope_theta": 1e6, "aux_layers": 3, "block_size": size, "mask_token_id": 36, "sliding_window": 4}
-    cfg |= {"full_attention_indices": "1", "non_causal": True, "sample_from_anchor": False, "loss": "ce", "gamma": 2.5}
-    cfg |= {"weighting": "fixed-exp-decay"}
-    document_ids = torch.tensor([d for d, length in enumerate(lengths) for _ in range(length)] + [-1] * padding)
-    position_ids = torch.tensor([p for length in lengths for p in range(length)] + [0] * padding)
-    tensors = {"embed.weight": vocabulary.embedding, "lm_head.weight": vocabulary.head, "hidden_states": features}
-    tensors |= {"anchors": torch.tensor(anchors), "document_ids": document_ids, "position_ids": position_ids}
-    tensors |= {"input_ids": batch.input_ids.long(), "loss_mask": batch.loss_mask.long()}
-    tensors |= {"verifier_last_hidden_states": last, "target_norm.weight": torch.ones(20)}
-    tensors |= {"expected.aligned_loss_mask": mask.view(1, -1).long(), "expected.logits": logits.view(1, -1, 37)}
-    return _written(path, {"cfg": cfg}, weights, tensors, total / (mask.sum() + 1e-5))
 
 
 def test_other_files_of_both_schemas_agree_with_the_dense_twin(tmp_path):
-    code, reports = _check(
-        _padded_variant(tmp_path / "padded.safetensors"), _packed_variant(tmp_path / "packed.safetensors")
-    )
+    padded = [padded_variant(tmp_path / f"padded_{alpha}.safetensors", alpha) for alpha in (None, 0.0, 0.3)]
+    kinds = [("ce", None), ("kl_div", None), ("tv", None), ("ce", 0.7)]
+    packed = [packed_variant(tmp_path / f"{loss}_{alpha}.safetensors", loss, alpha) for loss, alpha in kinds]
+    code, reports = _check(*padded, *packed)
     assert code == 0, reports
-    assert reports[1]["logits_error"] < 1e-5 and reports[1]["num_slots_beyond_document"] > 0
+    for report in reports[len(padded) :]:
+        assert report["logits_error"] < 1e-5 and report["num_slots_beyond_document"] > 0
 
 
 def _no_gamma(meta, tensors):
@@ -270,7 +212,7 @@ def test_sliding_layers_without_full_ones(tmp_path):
     def absent(meta, tensors):
         del meta["cfg"]["full_attention_indices"]
 
-    source = _packed_variant(tmp_path / "source.safetensors")
+    source = packed_variant(tmp_path / "source.safetensors")
     changes = [indices([]), indices(""), indices(None), absent]
     files = [_changed(source, tmp_path / f"{n}.safetensors", change) for n, change in enumerate(changes)]
     code, reports = _check(source, *files)
@@ -313,7 +255,8 @@ def test_a_broken_file_is_named_and_the_next_ones_are_still_read(tmp_path):
         ("padded_full_ce", _no_expected_loss),
     ]
     files = _variants(tmp_path, changes)
-    code, reports = _check(*files, FIXTURES / "padded_full_dpace.safetensors", FIXTURES / "padded_full_ce.safetensors")
+    unsupported = _changed(FIXTURES / "packed_full_ce.safetensors", tmp_path / "unsupported.safetensors", _reverse_kl)
+    code, reports = _check(*files, unsupported, FIXTURES / "padded_full_ce.safetensors")
     assert code == 1
     assert [report["file"] for report in reports[: len(files)]] == [str(file) for file in files]
     assert all(report["error"] and report["agrees"] is False for report in reports[: len(files)])

@@ -61,7 +61,7 @@ def _naive(batch, hidden, vocabulary, block_size, gamma):
 @pytest.mark.parametrize("chunk", [1, 7, None])
 def test_sums_and_gradient_equal_the_loops(block_size, gamma, chunk, scalings):
     batch, slots, hidden, vocabulary = _case(block_size, gamma, **scalings)
-    sums = objective_sums(hidden, slots, vocabulary, chunk)
+    sums = objective_sums(hidden, slots, vocabulary, chunk_slots=chunk)
     loss, denominator, right, counted, accepts = _naive(batch, hidden, vocabulary, block_size, gamma)
     torch.testing.assert_close(sums.loss_sum, loss, rtol=1e-6, atol=0)
     (ours,), (theirs,) = torch.autograd.grad(3 * sums.loss_sum, hidden), torch.autograd.grad(3 * loss, hidden)

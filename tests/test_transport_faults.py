@@ -40,6 +40,15 @@ def test_everyone_names_the_killed_rank(topology: Topology, victim: str, at: int
     assert_told(survivors(topology, outcomes, victim), f"lost {victim}", tmp_path / "note", within_s=2.0)
 
 
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+def test_a_payload_announced_by_a_rank_that_has_died_since_names_it(at: int, tmp_path: Path) -> None:
+    """The drafters are busy when the target announces and dies: its group is gone when they post the receive."""
+    topology, slow = Topology(1, 2), {"drafter-1": 0.4, "drafter-2": 0.4}
+    spec = Spec(2000, victim="kill target-0", at=at, note=str(tmp_path / "note"), seconds=slow, num_buffers=8)
+    outcomes = run_ranks(exchange, topology, spec, timeout_s=20)
+    assert_told(survivors(topology, outcomes, "target-0"), "lost target-0", tmp_path / "note", within_s=3.0)
+
+
 def test_a_rank_killed_within_a_payload_is_named_at_once(tmp_path: Path) -> None:
     spec = Spec(2, victim="kill target-0", note=str(tmp_path / "note"))
     outcomes = run_ranks(cut_payload, Topology(1, 2), spec, timeout_s=30)

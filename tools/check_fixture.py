@@ -28,7 +28,7 @@ from dflash.config import LayerType
 from dflash.drafter.blocks import Blocks
 from dflash.drafter.head import vocabulary_logits
 from dflash.drafter.model import DFlashDrafter, embed_blocks
-from dflash.drafter.objective import TrainedSlots, objective_sums
+from dflash.drafter.objective import ObjectiveSettings, TrainedSlots, objective_sums
 from dflash.drafter.shape import DrafterShape
 
 LOSS_TOLERANCE, TENSOR_TOLERANCE = 1e-5, 1e-4
@@ -43,8 +43,9 @@ class UnsupportedError(Exception):
 class Case:
     """One fixture in this project's terms.
 
-    Shapes: `features_TF` [T, n*H]; `blocks` N of B over the packed row; `slots` to train; the family's loss is
-    (loss sum) / `divisor`. `logits_NBV` are expected at `logit_slots`, bool [N, B], where the family has them.
+    Shapes: `features_TF` [T, n*H]; `blocks` N of B over the packed row; `slots` to train; `teacher_TH` [T, H], where
+    `settings` need it; the family's loss is (loss sum) / `divisor`. `logits_NBV` are expected at `logit_slots`, bool
+    [N, B], where the family has them.
     """
 
     family: str
@@ -55,9 +56,11 @@ class Case:
     input_ids_T: Tensor
     blocks: Blocks
     slots: TrainedSlots
+    settings: ObjectiveSettings
     divisor: float
     expected: Mapping[str, float]
     gradients: Mapping[str, Tensor]
+    teacher_TH: Tensor | None = None
     logits_NBV: Tensor | None = None
     logit_slots: Tensor | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -103,7 +106,7 @@ def compare(case: Case) -> dict[str, Any]:
         case.vocabulary, case.input_ids_T[case.blocks.anchors], case.shape.mask_token_id, case.shape.block_size
     )
     hidden_NBH = drafter(case.features_TF, embeddings, case.blocks)
-    sums = objective_sums(hidden_NBH, case.slots, case.vocabulary)
+    sums = objective_sums(hidden_NBH, case.slots, case.vocabulary, case.settings, case.teacher_TH)
     loss = sums.loss_sum / case.divisor
     loss.backward()
     # Where no slot is trained nothing reaches a parameter, and its gradient is zero.
@@ -137,29 +140,27 @@ def compare(case: Case) -> dict[str, Any]:
 
 def padded_case(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Case:
     """A SpecForge training step: R rows of S tokens, each row one document, R * K anchors of which some are kept."""
-    if meta["loss_type"] != "dflash":
-        raise UnsupportedError(f"loss_type {meta['loss_type']!r}")
-    block_size = meta["block_size"]
+    settings, block_size = padded_settings(meta), meta["block_size"]
     num_rows, row_length = tensors["input_ids"].shape
     lengths = torch.full((num_rows,), row_length)
     anchors_RK = tensors["anchors"].long() + torch.arange(num_rows)[:, None] * row_length
     blocks = Blocks.at(anchors_RK[tensors["anchor_keep"] != 0], lengths, block_size)
     input_ids_T = tensors["input_ids"].flatten()
-    slots = TrainedSlots.of(blocks, input_ids_T, tensors["loss_mask"].flatten(), gamma_of(meta))
+    slots = TrainedSlots.of(blocks, input_ids_T, tensors["loss_mask"].flatten(), settings.decay(block_size))
+    # Its divisor guards against zero by an addend; under D-PACE it counts rows, not slots.
+    divisor = slots.denominator + 1e-6 if settings.dpace_alpha is None else num_rows
     shape = drafter_shape(
         meta,
         meta["num_target_features"],
         layer_types=meta["layer_types"],
         sliding_window=meta["sliding_window"] or None,
     )
-    # Its divisor guards against zero by an addend.
-    return case_of("padded", shape, tensors, blocks, slots, slots.denominator + 1e-6, meta["expected"])
+    return case_of("padded", shape, tensors, blocks, slots, settings, divisor, meta["expected"])
 
 
 def packed_case(cfg: Mapping[str, Any], expected: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Case:
     """A speculators training step: one packed row, labels from the target's own logits, a divisor without decay."""
-    if cfg["loss"] != "ce" or cfg["weighting"] != "fixed-exp-decay":
-        raise UnsupportedError(f"loss {cfg['loss']!r} with weighting {cfg['weighting']!r}")
+    settings = packed_settings(cfg)
     if cfg.get("sample_from_anchor") or cfg.get("draft_vocab"):
         raise UnsupportedError("sample_from_anchor or a reduced draft vocabulary")
     block_size = cfg["block_size"]
@@ -179,10 +180,8 @@ def packed_case(cfg: Mapping[str, Any], expected: Mapping[str, Any], tensors: Ma
     # That trainer does not stop at the end of a document. Its numbers can only be met by training what it trained.
     num_beyond = int((reference_NB & ~supervised_NB).sum())
 
-    normed_TH = rms_norm(tensors["verifier_last_hidden_states"], tensors["target_norm.weight"])
-    labels_T = (normed_TH @ tensors["lm_head.weight"].T).argmax(-1)
-    labels_NB = labels_T[(tokens_NB - 1).clamp(min=0)]
-    slots = TrainedSlots.labelled(reference_NB, labels_NB, gamma_of(cfg))
+    decay, places_NB = settings.decay(block_size), tokens_NB - 1
+    slots = TrainedSlots.labelled(reference_NB, tensors["input_ids"].flatten()[tokens_NB], decay, places_NB)
     sizes = {
         "hidden_size": cfg["hidden"],
         "intermediate_size": cfg["ffn"],
@@ -208,11 +207,35 @@ def packed_case(cfg: Mapping[str, Any], expected: Mapping[str, Any], tensors: Ma
         tensors,
         blocks,
         slots,
+        settings,
         slots.num_slots + 1e-5,
         expected,
+        teacher_TH=rms_norm(tensors["verifier_last_hidden_states"], tensors["target_norm.weight"]),
         logits_NBV=logits_NBV,
         logit_slots=reference_NB,
         notes={"num_slots_beyond_document": num_beyond} if num_beyond else {},
+    )
+
+
+def padded_settings(meta: Mapping[str, Any]) -> ObjectiveSettings:
+    """CE on the data's tokens, with its decay or with D-PACE's weights, whose alpha is 0.5 where the file says none."""
+    if meta["loss_type"] not in ("dflash", "dpace"):
+        raise UnsupportedError(f"loss_type {meta['loss_type']!r}")
+    alpha = meta.get("dpace_alpha", 0.5) if meta["loss_type"] == "dpace" else None
+    return ObjectiveSettings(gamma=gamma_of(meta), dpace_alpha=alpha)
+
+
+def packed_settings(cfg: Mapping[str, Any]) -> ObjectiveSettings:
+    """CE on the target's tokens, KL or TV with the decay, or that CE with D-PACE's weights."""
+    kinds = {"ce": "ce_weight", "kl_div": "kl_weight", "tv": "tv_weight"}
+    loss, weighting = cfg["loss"], cfg["weighting"]
+    if loss not in kinds or weighting not in ("fixed-exp-decay", "dpace") or (weighting == "dpace" and loss != "ce"):
+        raise UnsupportedError(f"loss {loss!r} with weighting {weighting!r}")
+    return ObjectiveSettings(
+        gamma=gamma_of(cfg),
+        labels="target",
+        dpace_alpha=cfg["dpace_alpha"] if weighting == "dpace" else None,
+        **{"ce_weight": 0.0, kinds[loss]: 1.0},
     )
 
 
@@ -249,6 +272,7 @@ def case_of(
     tensors: Mapping[str, Tensor],
     blocks: Blocks,
     slots: TrainedSlots,
+    settings: ObjectiveSettings,
     divisor: float,
     expected: Mapping[str, Any],
     **rest: Any,
@@ -262,6 +286,7 @@ def case_of(
         input_ids_T=tensors["input_ids"].flatten(),
         blocks=blocks,
         slots=slots,
+        settings=settings,
         divisor=divisor,
         expected={name: expected[name] for name in ("loss", "grad_norm")},
         gradients=with_prefix(tensors, "grad."),

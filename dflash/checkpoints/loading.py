@@ -1,6 +1,7 @@
 """What a checkpoint holds of a trainer, and putting it back in place."""
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from dflash.checkpoints.manifest import META_FILE, verify
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.served import SERVED_CONFIG, load_served
 
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
-def training_state(drafter: DFlashDrafter, optimizer: torch.optim.Optimizer, metrics: Tensor) -> dict[str, Any]:
+
+def training_state(drafter: DFlashDrafter, optimizers: Optimizers, metrics: Tensor) -> dict[str, Any]:
     """What a checkpoint holds: masters, optimizer state by parameter name, and sums not yet logged (fp64, 1-d).
 
     The tensors are the trainer's own, not copies.
@@ -24,20 +27,20 @@ def training_state(drafter: DFlashDrafter, optimizer: torch.optim.Optimizer, met
     assert metrics.dtype == torch.float64 and metrics.dim() == 1
     return {
         "model": drafter.state_dict(),
-        "optimizer": get_optimizer_state_dict(drafter, optimizer),
+        "optimizer": get_optimizer_state_dict(drafter, optimizers),
         "metrics": metrics,
     }
 
 
-def load_checkpoint(folder: Path, drafter: DFlashDrafter, optimizer: torch.optim.Optimizer, metrics: Tensor) -> None:
+def load_checkpoint(folder: Path, drafter: DFlashDrafter, optimizers: Optimizers, metrics: Tensor) -> None:
     """Put a checkpoint's masters, optimizer state and sums in place; gradients must not be allocated yet.
 
     Raises ValueError naming the folder and the reason when it cannot be read; `find_checkpoint` has verified it.
     """
-    state = training_state(drafter, optimizer, metrics)
+    state = training_state(drafter, optimizers, metrics)
     _load(state, folder)
     drafter.load_state_dict(state["model"])
-    set_optimizer_state_dict(drafter, optimizer, state["optimizer"])
+    set_optimizer_state_dict(drafter, optimizers, state["optimizer"])
 
 
 def load_drafter(folder: Path) -> DFlashDrafter:

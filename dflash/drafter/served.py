@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,10 +19,10 @@ from dflash.drafter.shape import DrafterShape
 
 ARCHITECTURE = "DFlashDraftModel"
 SERVED_CONFIG = "config.json"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Defaults of Transformers' Qwen3Config, for what a config leaves out.
 _QWEN3_HEAD_DIM, _QWEN3_MAX_WINDOW_LAYERS, _QWEN3_ROPE_THETA = 128, 28, 10000.0
-_QWEN3_RMS_NORM_EPS, _QWEN3_MAX_POSITIONS = 1e-6, 32768
+_QWEN3_RMS_NORM_EPS, _QWEN3_MAX_POSITIONS, _QWEN3_SLIDING_WINDOW = 1e-6, 32768, 4096
 
 
 def save_served(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -38,7 +39,7 @@ def save_served(drafter: DFlashDrafter, folder: Path, dtype: torch.dtype = torch
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (scratch / SERVED_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(weights, scratch / _WEIGHTS, metadata={"format": "pt"})
+        save_file(weights, scratch / WEIGHTS, metadata={"format": "pt"})
         _compare(load_served(scratch, dtype=dtype), drafter.shape, weights, folder)
         # mkdtemp's folder is for its owner alone; an export is for whoever may read its parent.
         scratch.chmod(0o755)
@@ -54,20 +55,46 @@ def load_served(folder: Path, dtype: torch.dtype = torch.float32) -> DFlashDraft
     Raises ValueError naming the folder and the key or tensors that are missing, left over or of a wrong shape.
     """
     folder = Path(folder)
-    shape = served_shape(_read_json(folder / SERVED_CONFIG), folder)
+    shape = read_served_shape(folder)
     with torch.device("meta"):
         drafter = DFlashDrafter(shape)
-    expected = {name: value.shape for name, value in drafter.state_dict().items()}
-    weights = _read_weights(folder)
-    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing or extra:
-        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; tensors left over: {extra or 'none'}")
-    wrong = [f"{n} {list(weights[n].shape)} instead of {list(s)}" for n, s in expected.items() if weights[n].shape != s]
-    if wrong:
-        raise ValueError(f"{folder}: tensors that disagree with {SERVED_CONFIG}: {'; '.join(wrong)}")
+    weights = read_served_weights(folder, shape)
     drafter.load_state_dict({name: value.to(dtype) for name, value in weights.items()}, assign=True)
     # Tensors assigned from a file are not leaves that train until they are told so.
     return drafter.requires_grad_(True)
+
+
+def read_served_shape(folder: Path, lacking: Mapping[str, Any] | None = None) -> DrafterShape:
+    """The shape that a folder's config.json describes; see `served_shape`."""
+    return served_shape(_read_json(folder / SERVED_CONFIG), folder, lacking)
+
+
+def read_served_weights(folder: Path, shape: DrafterShape) -> dict[str, Tensor]:
+    """Weights of a drafter of `shape`, as stored, by their names in a drafter's state.
+
+    Raises ValueError naming the folder and the tensors that are missing, left over or of a wrong shape.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        try:
+            weights |= load_file(file)
+        except Exception as error:  # safetensors' own exception type is not importable in all its versions.
+            raise ValueError(f"{file} cannot be read: {error}") from error
+    weights = {_plain(name): value for name, value in weights.items()}
+    _check_weights(folder, shape, {name: tuple(value.shape) for name, value in weights.items()})
+    return weights
+
+
+def check_served_weights(folder: Path, shape: DrafterShape) -> None:
+    """Raises ValueError as `read_served_weights` would for names and shapes; no weights are read."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {_plain(name): tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except Exception as error:  # As above.
+            raise ValueError(f"{file} cannot be read: {error}") from error
+    _check_weights(folder, shape, found)
 
 
 def served_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
@@ -112,32 +139,41 @@ def served_config(shape: DrafterShape, dtype: torch.dtype) -> dict[str, Any]:
         if LayerType.full_attention in shape.layer_types:
             raise ValueError("a non-causal window can only be served when every layer is sliding_attention")
         config["is_causal"] = False
+        # vLLM looks for the same fact here, and slides causally where it is not told.
+        config["dflash_config"]["causal"] = False
     return config
 
 
-def served_shape(config: Mapping[str, Any], where: Path) -> DrafterShape:
+def served_shape(config: Mapping[str, Any], where: Path, lacking: Mapping[str, Any] | None = None) -> DrafterShape:
     """The shape that a config.json describes; `where` is named in errors.
 
-    Raises ValueError for what this drafter cannot be: other rotary scalings, biases, activations, or contradictions.
+    lacking: DFlash's own values (block_size, mask_token_id, target_layer_ids, num_target_layers) for what the config
+    leaves out or has as null. Raises ValueError for what this drafter cannot be: another architecture, other rotary
+    scalings, biases, activations, or contradictions.
     """
     try:
-        return _shape(config)
+        return _shape(config, lacking or {})
     except KeyError as error:
         raise ValueError(f"{where}: {SERVED_CONFIG} has no {error.args[0]!r}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {SERVED_CONFIG}: {error}") from None
 
 
-def _shape(config: Mapping[str, Any]) -> DrafterShape:
+def _shape(config: Mapping[str, Any], lacking: Mapping[str, Any]) -> DrafterShape:
+    named = config.get("architectures") or [ARCHITECTURE]
+    if ARCHITECTURE not in named:
+        raise ValueError(f"architectures={named} is not supported, only {ARCHITECTURE!r}")
     if config.get("attention_bias"):
         raise ValueError("attention_bias=true is not supported: the drafter's projections have no bias")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported, only 'silu'")
     # Folders exist with DFlash's own keys in either place; the runtimes look into dflash_config first.
-    dflash = {**config, **(config.get("dflash_config") or {})}
-    window = config.get("sliding_window")
-    layer_types = _layer_types(config)
+    places = (lacking, config, config.get("dflash_config") or {})
+    dflash = {key: value for place in places for key, value in place.items() if value is not None}
+    layer_types = _layer_types(config, dflash)
     slides = LayerType.sliding_attention in layer_types
+    default_window = _QWEN3_SLIDING_WINDOW if config.get("use_sliding_window") else None
+    window = dflash.get("swa_window_size", config.get("sliding_window", default_window))
     return DrafterShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -154,33 +190,42 @@ def _shape(config: Mapping[str, Any]) -> DrafterShape:
         num_target_layers=dflash["num_target_layers"],
         layer_types=layer_types,
         sliding_window=window if slides else None,
-        sliding_is_causal=_sliding_is_causal(config, layer_types),
+        sliding_is_causal=_sliding_is_causal(dflash, layer_types),
     )
 
 
-def _layer_types(config: Mapping[str, Any]) -> tuple[LayerType, ...]:
+def _layer_types(config: Mapping[str, Any], dflash: Mapping[str, Any]) -> tuple[LayerType, ...]:
     num_layers, uses_window = config["num_hidden_layers"], config.get("use_sliding_window")
     named = config.get("layer_types")
+    if named is not None and len(named) != num_layers:
+        raise ValueError(f"layer_types names {len(named)} layers, num_hidden_layers is {num_layers}")
+    if dflash.get("use_swa") and LayerType.sliding_attention not in (named or ()):
+        # vLLM's rule: unless some layer is named as sliding, all of them slide.
+        return (LayerType.sliding_attention,) * num_layers
     if named is None:
         # Qwen3's own rule where layers are not named: the first max_window_layers are full.
         first = config.get("max_window_layers", _QWEN3_MAX_WINDOW_LAYERS)
-        slides = bool(uses_window) and config.get("sliding_window") is not None
+        slides = bool(uses_window) and config.get("sliding_window", _QWEN3_SLIDING_WINDOW) is not None
         return tuple(
             LayerType.sliding_attention if slides and i >= first else LayerType.full_attention
             for i in range(num_layers)
         )
-    if len(named) != num_layers:
-        raise ValueError(f"layer_types names {len(named)} layers, num_hidden_layers is {num_layers}")
     if uses_window is False and LayerType.sliding_attention in named:
         raise ValueError("layer_types names sliding_attention, but use_sliding_window is false")
     return tuple(named)
 
 
-def _sliding_is_causal(config: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> bool:
-    is_causal = config.get("is_causal")
-    if is_causal and LayerType.full_attention in layer_types:
+def _sliding_is_causal(dflash: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> bool:
+    """Whether sliding layers are causal inside the block: `is_causal` of z-lab's runtime, `causal` of vLLM's."""
+    found = {bool(dflash[key]) for key in ("is_causal", "causal") if key in dflash}
+    if len(found) > 1:
+        raise ValueError("is_causal and dflash_config.causal disagree")
+    if found == {True} and LayerType.full_attention in layer_types:
         raise ValueError("is_causal=true is not supported with full_attention: full layers see their whole block")
-    return LayerType.sliding_attention not in layer_types or is_causal is None or bool(is_causal)
+    if LayerType.sliding_attention not in layer_types:
+        return True
+    # Where neither says it, windows are causal, unless they come from vLLM's use_swa.
+    return found.pop() if found else not dflash.get("use_swa")
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
@@ -204,20 +249,31 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     return found[0] if found else _QWEN3_ROPE_THETA
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / _WEIGHTS).exists():
-        names = [_WEIGHTS]
-    elif (folder / _INDEX).exists():
-        names = sorted(set(_read_json(folder / _INDEX)["weight_map"].values()))
-    else:
-        raise ValueError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}")
-    weights: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            weights |= load_file(folder / name)
-        except Exception as error:
-            raise ValueError(f"{folder / name} cannot be read: {error}") from error
-    return {name.removeprefix("model."): value for name, value in weights.items()}
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).exists():
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder / INDEX} has no 'weight_map'")
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    raise ValueError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+
+
+def _plain(name: str) -> str:
+    """A tensor's name in a drafter's state: some writers put the model's own prefix before it."""
+    return name.removeprefix("model.")
+
+
+def _check_weights(folder: Path, shape: DrafterShape, found: Mapping[str, tuple[int, ...]]) -> None:
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in DFlashDrafter(shape).state_dict().items()}
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(f"{folder}: tensors missing: {missing or 'none'}; tensors left over: {extra or 'none'}")
+    wrong = [f"{n} {list(found[n])} instead of {list(size)}" for n, size in expected.items() if found[n] != size]
+    if wrong:
+        raise ValueError(f"{folder}: tensors that disagree with {SERVED_CONFIG}: {'; '.join(wrong)}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

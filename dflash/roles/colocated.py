@@ -55,8 +55,8 @@ class LocalHiddenStates:
     def busy(self, seconds: float) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, work: Work) -> None:
-        work.wait()
+    def complete(self, start: Callable[[], Work]) -> None:
+        start().wait()
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():

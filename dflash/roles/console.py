@@ -30,7 +30,7 @@ class Console:
 
     def __init__(self, run: Run, is_leader: bool, report: RankReport) -> None:
         self._run, self._is_leader, self._report = run, is_leader, report
-        self._sums = MetricSums.zeros(run.drafter_shape.block_size, run.device)
+        self._sums = MetricSums.zeros(run.drafter_shape.block_size, run.device, run.objective.metric_terms)
         self._num_tokens, self._since = 0, time.monotonic()
         self.num_skipped_steps = 0
         self._is_terminal = sys.stderr.isatty()
@@ -95,6 +95,7 @@ class Console:
             now = time.monotonic()
             tokens_per_s = self._num_tokens / max(now - self._since, 1e-9)
             scalars = {
+                **self._sums.read_terms(),
                 "grad_norm": norm,
                 "learning_rate": learning_rate,
                 "skipped_steps": self.num_skipped_steps,
@@ -117,7 +118,7 @@ class Console:
         if not self._is_leader:
             return
         metrics = sums.read()
-        self._show("eval", step, metrics, {}, is_partial=False)
+        self._show("eval", step, metrics, sums.read_terms(), is_partial=False)
         self._bar.write(
             f"step {step}: held-out loss {metrics.loss:.4f}, accept length {metrics.accept_length:.3f}, "
             f"accuracy {metrics.accuracy:.3f}"

@@ -47,7 +47,7 @@ class HiddenStateSource(Protocol):
     def consumed(self, packed: PackedHiddenStates) -> None: ...
     def pump(self) -> None: ...
     def busy(self, seconds: float) -> AbstractContextManager[None]: ...
-    def wait(self, work: Work) -> None: ...
+    def complete(self, start: Callable[[], Work]) -> None: ...
     def wait_until(self, is_done: Callable[[], bool]) -> None: ...
 
 
@@ -56,7 +56,7 @@ class QueuedHiddenStates:
 
     def __init__(self, queue: HiddenStateQueue, stats: ProfileStats, stop: StopRequest) -> None:
         self._queue, self._stats, self._stop = queue, stats, stop
-        self.wait, self.wait_until, self.busy = queue.wait, queue.pump_until, queue.control.busy
+        self.complete, self.wait_until, self.busy = queue.complete, queue.pump_until, queue.control.busy
 
     @property
     def depth(self) -> int:
@@ -146,7 +146,7 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
     """
     with Console(run, trainer.is_leader, report) as console:
         console.restore(trainer.logging_state)
-        saving = Saving(run, trainer, console, source.wait)
+        saving = Saving(run, trainer, console, source.complete)
         try:
             for step in range(run.first_step - run.owes_evaluation, run.last_step + 1):
                 held_out = run.plan.eval_entries(step)
@@ -190,8 +190,8 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
     if source.stop_signal is not None:
         trainer.votes.stop(is_unfinished=False)
     with stats.stage("gradient_sync"):
-        if (work := trainer.reduce(trainer.flat.buffer)) is not None:
-            source.wait(work)
+        if not trainer.is_alone:
+            source.complete(lambda: trainer.reduce(trainer.flat.buffer))
     with stats.stage("optimizer"):
         grad_norm, pending = trainer.step(step)
         source.wait_until(pending.is_there)
@@ -211,9 +211,10 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
 def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, console: Console, step: int) -> Outcome:
     """Show metrics over the held-out micro-batches of all drafters; returns and raises as `train_step` does."""
     entries = run.plan.eval_entries(step)
-    num_metrics = MetricSums.width(run.drafter_shape.block_size)
+    terms = run.objective.metric_terms
+    num_metrics = MetricSums.width(run.drafter_shape.block_size, terms)
     total = torch.zeros(num_metrics + Votes.width(len(entries)), dtype=torch.float64, device=run.device)
-    metrics, votes = MetricSums(total[:num_metrics]), Votes(total[num_metrics:])
+    metrics, votes = MetricSums(total[:num_metrics], terms), Votes(total[num_metrics:])
     for place, entry in own_entries(run, entries):
         hidden = source.take(entry.index)
         if hidden is None:
@@ -225,8 +226,8 @@ def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, conso
         source.consumed(hidden)
     if source.stop_signal is not None:
         votes.stop(is_unfinished=False)
-    if (work := trainer.reduce(total)) is not None:
-        source.wait(work)
+    if not trainer.is_alone:
+        source.complete(lambda: trainer.reduce(total))
     pending = votes.to_host()
     source.wait_until(pending.is_there)
     outcome = pending.read()

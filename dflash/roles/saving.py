@@ -36,8 +36,10 @@ class _Save:
 class Saving:
     """One drafter's part in the checkpoints of a run; all drafters save at the same steps."""
 
-    def __init__(self, run: Run, trainer: DrafterTrainer, console: Console, wait: Callable[[Work], None]) -> None:
-        self._run, self._trainer, self._console, self._wait = run, trainer, console, wait
+    def __init__(
+        self, run: Run, trainer: DrafterTrainer, console: Console, complete: Callable[[Callable[[], Work]], None]
+    ) -> None:
+        self._run, self._trainer, self._console, self._complete = run, trainer, console, complete
         group = None if trainer.groups is None else trainer.groups.checkpoint
         self._saver = CheckpointSaver(run.run_dir, group, run.config.checkpoint.keep)
         self._saved = self.progress = Progress(run.first_step - 1, run.owes_evaluation)
@@ -77,7 +79,7 @@ class Saving:
     def _settle(self, is_last: bool) -> None:
         """End the save that is under way; one that fails while there will be others costs no finished step."""
         try:
-            self._wait(_Save(self._saver))
+            self._complete(lambda: _Save(self._saver))
         except ValueError as error:
             if is_last:
                 raise

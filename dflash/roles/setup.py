@@ -3,8 +3,9 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,12 +15,22 @@ from dflash.batch import MicroBatch, PackedLayout, TargetShape
 from dflash.checkpoints.finding import clean_up, find_checkpoint
 from dflash.checkpoints.manifest import read_meta
 from dflash.checkpoints.meta import CheckpointMeta
-from dflash.config import INIT_FROM_TARGET, Device, DrafterConfig, Dtype, LayerType, TrainConfig, plain_config
+from dflash.config import (
+    INIT_FROM_TARGET,
+    Device,
+    DrafterConfig,
+    Dtype,
+    LayerType,
+    ObjectiveConfig,
+    TrainConfig,
+    plain_config,
+)
 from dflash.data.build import build_corpus
 from dflash.data.corpus import TokenCorpus, open_corpus, sample_documents, split_documents
 from dflash.data.plan import Plan, PlanEntry
-from dflash.drafter.initial import source_layer_ids
-from dflash.drafter.objective import decay_gamma
+from dflash.drafter.initial import check_start, locate_served, shape_to_start_from, source_layer_ids
+from dflash.drafter.objective import ObjectiveSettings
+from dflash.drafter.served import check_served_weights
 from dflash.drafter.shape import DrafterShape
 from dflash.groups import Launch, Topology
 from dflash.target.layers import check_layers
@@ -27,6 +38,7 @@ from dflash.target.loading import load_tokenizer
 from dflash.target.shape import check_target_layer_ids, default_target_layer_ids, read_target_shape
 
 CONFIG_FILE = "config.yaml"
+DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE = 5, 16
 
 
 class AgreedError(Exception):
@@ -77,7 +89,7 @@ class Agreement:
                 continue
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """One launch as all its ranks see it."""
 
@@ -99,6 +111,16 @@ class Run:
     def eval_fingerprint(self) -> str | None:
         """Fingerprint of the held-out documents where they are data of their own, not a share of the training's."""
         return None if self.config.data.eval_path is None else self.eval_corpus.fingerprint
+
+    @cached_property
+    def objective(self) -> ObjectiveSettings:
+        return objective_settings(self.config.objective)
+
+    @property
+    def feature_width(self) -> int:
+        """Columns of the features that travel: the drafter's, and the target's final hidden state for a teacher."""
+        shape = self.drafter_shape
+        return shape.feature_width + (shape.hidden_size if self.objective.needs_teacher else 0)
 
     @property
     def name(self) -> str:
@@ -126,7 +148,7 @@ class Run:
         return PackedLayout(
             num_tokens=self.num_tokens(entry),
             num_documents=len(entry.document_ids),
-            feature_width=self.drafter_shape.feature_width,
+            feature_width=self.feature_width,
             feature_dtype=self.feature_dtype,
         )
 
@@ -158,15 +180,30 @@ def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype.value)
 
 
+def objective_settings(config: ObjectiveConfig) -> ObjectiveSettings:
+    """What the drafter is trained on; raises ValueError that names the key for what is senseless."""
+    return ObjectiveSettings(
+        gamma=config.gamma,
+        labels=config.labels,
+        ce_weight=config.ce.weight,
+        kl_weight=config.kl.weight,
+        kl_temperature=config.kl.temperature,
+        tv_weight=config.tv.weight,
+        cap_weight=config.cap.weight,
+        dpace_alpha=config.dpace.alpha,
+    )
+
+
 def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
-    """Shape of the drafter: the config's values, the target's where the config has null.
+    """Shape of a drafter that starts afresh: the config's values, the target's where the config has null.
 
     Raises ValueError that names the key for what the target cannot serve.
     """
+    num_layers = config.num_layers or len(config.layer_types or ()) or DEFAULT_NUM_LAYERS
     if config.target_layer_ids is not None:
         layer_ids = tuple(config.target_layer_ids)
     else:
-        layer_ids = default_target_layer_ids(target.num_layers, config.num_layers)
+        layer_ids = default_target_layer_ids(target.num_layers, num_layers)
     check_target_layer_ids(layer_ids, target.num_layers)
     mask_token_id = config.mask_token_id
     if mask_token_id is None or not 0 <= mask_token_id < target.vocab_size:
@@ -183,13 +220,13 @@ def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
     head_dim = config.head_dim or target.head_dim
     if head_dim % 2:
         raise ValueError(f"model.drafter.head_dim: {head_dim} must be even, since RoPE rotates pairs")
-    types = config.layer_types or [LayerType.full_attention] * config.num_layers
+    types = config.layer_types or [LayerType.full_attention] * num_layers
     return DrafterShape(
         hidden_size=target.hidden_size,
-        block_size=config.block_size,
+        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         layer_types=tuple(types),
         sliding_window=config.sliding_window,
-        sliding_is_causal=config.sliding_is_causal,
+        sliding_is_causal=config.sliding_is_causal is not False,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -202,6 +239,25 @@ def drafter_shape(config: DrafterConfig, target: TargetShape) -> DrafterShape:
         target_layer_ids=layer_ids,
         num_target_layers=target.num_layers,
     )
+
+
+def served_drafter_shape(config: DrafterConfig, target: TargetShape, resumed: Path | None) -> DrafterShape:
+    """Shape of a drafter that starts from a served one: the folder's, or the checkpoint's where one is resumed.
+
+    Raises ValueError naming the key or the tensors for what does not fit.
+    """
+    assert config.init_from is not None
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "init_from"}
+    given = {key: value for key, value in given.items() if value is not None}
+    if resumed is not None:
+        # The folder has done its part, and may be gone.
+        shape = read_meta(resumed).shape
+        check_start(shape, resumed, given, target)
+        return shape
+    folder = locate_served(config.init_from)
+    shape = shape_to_start_from(folder, given, target)
+    check_served_weights(folder, shape)
+    return shape
 
 
 def choose_run_dir(config: TrainConfig) -> Path:
@@ -256,22 +312,26 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
             print(text, flush=True)
 
     target_shape = read_target_shape(config.model.target.path)
-    shape = drafter_shape(config.model.drafter, target_shape)
+    run_dir = Path(agreement.once("run_dir", lambda: str(choose_run_dir(config))))
+    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir, say) or ""))
+    if config.model.drafter.starts_from_served:
+        resumed = Path(resume_from) if resume_from else None
+        shape = served_drafter_shape(config.model.drafter, target_shape, resumed)
+    else:
+        shape = drafter_shape(config.model.drafter, target_shape)
     # What could fail only when the drafter is loaded is tried now, before a run folder is made.
     if config.model.drafter.init_from == INIT_FROM_TARGET:
         check_layers(config.model.target.path, source_layer_ids(shape))
-    decay_gamma(shape.block_size, config.objective.gamma)
+    objective_settings(config.objective).decay(shape.block_size)
     if config.train.micro_batches_per_step % topology.num_drafters:
         raise ValueError(
             f"train.micro_batches_per_step: {config.train.micro_batches_per_step} must be divisible by the number of "
             f"drafter ranks ({topology.num_drafters})"
         )
-    run_dir = Path(agreement.once("run_dir", lambda: str(choose_run_dir(config))))
     train_corpus, eval_corpus, plan = _read_data(config, target_shape, launch.node_leader, agreement, say)
     fingerprint = agreement.once("fingerprint", lambda: train_corpus.fingerprint)
     if train_corpus.fingerprint != fingerprint:
         raise OwnError(f"data.train_path: rank {launch.rank} reads other data than rank 0 does; copy the same files")
-    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir, say) or ""))
     first_step, owes_evaluation = 1, False
     if resume_from:
         meta = read_meta(Path(resume_from))

@@ -32,7 +32,7 @@ class Producer:
         model = load_causal_lm(run.config.model.target.path, run.feature_dtype, run.device)
         if run.rank == 0:  # one rank is enough to find out that drafters would misread this architecture
             check_vocabulary(model, vocabulary_of(model))
-        target = FrozenTarget(model, run.drafter_shape.target_layer_ids)
+        target = FrozenTarget(model, run.drafter_shape.target_layer_ids, keep_final_norm=run.objective.needs_teacher)
         pool = BufferPool(num_buffers, _largest_num_bytes(run), run.device)
         return cls(target, pool, HiddenStatePacker(pool, run.feature_dtype, run.device))
 
@@ -105,5 +105,4 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
 def _largest_num_bytes(run: Run) -> int:
     """Bound on a packed micro-batch: as many tokens as may be; a document has at least two."""
     num_tokens = run.config.data.tokens_per_micro_batch
-    shape = run.drafter_shape
-    return PackedLayout(num_tokens, num_tokens // 2 + 1, shape.feature_width, run.feature_dtype).num_bytes
+    return PackedLayout(num_tokens, num_tokens // 2 + 1, run.feature_width, run.feature_dtype).num_bytes

@@ -13,11 +13,12 @@ from dflash.checkpoints.loading import load_checkpoint, training_state
 from dflash.config import INIT_FROM_TARGET
 from dflash.data.plan import PlanEntry
 from dflash.drafter.anchors import draw_anchors
-from dflash.drafter.initial import source_layer_ids, start_from_target
+from dflash.drafter.initial import locate_served, source_layer_ids, start_from_served, start_from_target
 from dflash.drafter.metrics import MetricSums
 from dflash.drafter.model import DFlashDrafter, embed_blocks
-from dflash.drafter.objective import ObjectiveSums, TrainedSlots, decay_gamma, objective_sums
-from dflash.drafter.optimizer import DrafterOptimizer, FlatGradients, learning_rate
+from dflash.drafter.objective import ObjectiveSums, TrainedSlots, objective_sums
+from dflash.drafter.optimizer import DrafterOptimizer, FlatGradients
+from dflash.drafter.schedule import learning_rate
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.setup import Run
 from dflash.roles.votes import PendingOutcome, Votes, fault_code
@@ -41,7 +42,6 @@ class DrafterTrainer:
     vocabulary: TargetVocabulary
     optimizer: DrafterOptimizer
     flat: FlatGradients
-    gamma: float
     metrics: MetricSums  # of the step under way
     votes: Votes
     gradients_ok: Tensor  # 0-d bool on the device: whether this rank's gradients are finite so far
@@ -52,15 +52,22 @@ class DrafterTrainer:
         """The drafter at the start of this launch: drawn from the seed, or as its checkpoint left it."""
         optim = run.config.optim
         drafter = DFlashDrafter(run.drafter_shape).initialize(run.config.seed)
-        if run.resume_from is None and run.config.model.drafter.init_from == INIT_FROM_TARGET:
+        init_from = run.config.model.drafter.init_from
+        if run.resume_from is None and init_from == INIT_FROM_TARGET:
             layer_ids = source_layer_ids(run.drafter_shape)
             start_from_target(drafter, load_layers(run.config.model.target.path, layer_ids))
+        elif run.resume_from is None and init_from is not None:
+            start_from_served(drafter, locate_served(init_from))
         drafter.to(run.device)
-        optimizer = DrafterOptimizer(drafter, weight_decay=optim.weight_decay, betas=tuple(optim.betas))
-        num_metrics = MetricSums.width(run.drafter_shape.block_size)
+        momentum = {} if optim.momentum is None else {"momentum": optim.momentum}
+        optimizer = DrafterOptimizer(
+            drafter, name=optim.name, weight_decay=optim.weight_decay, betas=tuple(optim.betas), **momentum
+        )
+        terms = run.objective.metric_terms
+        num_metrics = MetricSums.width(run.drafter_shape.block_size, terms)
         logging_state = torch.zeros(num_metrics + 1, dtype=torch.float64)
         if run.resume_from is not None:
-            load_checkpoint(run.resume_from, drafter, optimizer.adamw, logging_state)
+            load_checkpoint(run.resume_from, drafter, optimizer.parts, logging_state)
         # After the checkpoint: while states are loaded, no parameter may have a gradient.
         num_votes = Votes.width(run.config.train.micro_batches_per_step)
         flat = FlatGradients(drafter.parameters(), num_metrics + num_votes)
@@ -76,8 +83,7 @@ class DrafterTrainer:
             ),
             optimizer=optimizer,
             flat=flat,
-            gamma=decay_gamma(run.drafter_shape.block_size, run.config.objective.gamma),
-            metrics=MetricSums(flat.extras[:num_metrics]),
+            metrics=MetricSums(flat.extras[:num_metrics], terms),
             votes=Votes(flat.extras[num_metrics:]),
             gradients_ok=torch.ones((), dtype=torch.bool, device=run.device),
             logging_state=logging_state,
@@ -94,7 +100,7 @@ class DrafterTrainer:
 
     def state(self, logging_state: Tensor) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return training_state(self.drafter, self.optimizer.adamw, logging_state)
+        return training_state(self.drafter, self.optimizer.parts, logging_state)
 
     def accumulate(self, hidden: PackedHiddenStates, entry: PlanEntry, place: int, pump: Callable[[], None]) -> None:
         """Add a micro-batch's gradients and metric sums to the step's, in which it has the given place.
@@ -125,13 +131,11 @@ class DrafterTrainer:
         code = fault_code(
             _is_finite(hidden.features), torch.isfinite(sums.loss_sum), torch.ones_like(self.gradients_ok)
         )
-        return MetricSums(torch.where(code == 0, sums.metrics.values, 0.0)), code
+        return MetricSums(torch.where(code == 0, sums.metrics.values, 0.0), sums.metrics.terms), code
 
-    def reduce(self, tensor: Tensor) -> dist.Work | None:
-        """Start the sum of `tensor`, in place, over all drafters; None when there is only one."""
-        if self.is_alone:
-            return None
-        assert self.groups is not None
+    def reduce(self, tensor: Tensor) -> dist.Work:
+        """Start the sum of `tensor`, in place, over all drafters, of which there are several."""
+        assert self.groups is not None and not self.is_alone
         return dist.all_reduce(tensor, group=self.groups.drafters, async_op=True)
 
     def step(self, step: int) -> tuple[Tensor, PendingOutcome]:
@@ -154,7 +158,14 @@ class DrafterTrainer:
 
     def learning_rate(self, step: int) -> float:
         optim = self.run.config.optim
-        return learning_rate(step, peak=optim.lr, total_steps=self.run.plan.num_steps, warmup_ratio=optim.warmup_ratio)
+        return learning_rate(
+            step,
+            peak=optim.lr,
+            total_steps=self.run.plan.num_steps,
+            warmup_ratio=optim.warmup_ratio,
+            schedule=optim.schedule,
+            decay_ratio=optim.decay_ratio,
+        )
 
     def _sums(self, hidden: PackedHiddenStates, entry: PlanEntry, pump: Callable[[], None]) -> ObjectiveSums:
         run, shape, anchors, stats = self.run, self.run.drafter_shape, self.run.config.anchors, self.stats
@@ -169,16 +180,21 @@ class DrafterTrainer:
                 seed=run.config.seed,
                 epoch=entry.epoch,
             )
-            slots = TrainedSlots.of(blocks, micro_batch.input_ids, micro_batch.loss_mask, self.gamma)
+            gamma = run.objective.decay(shape.block_size)
+            slots = TrainedSlots.of(
+                blocks, micro_batch.input_ids, micro_batch.loss_mask, gamma, run.objective.needs_teacher
+            )
             anchor_tokens = micro_batch.input_ids[blocks.anchors]
             blocks, slots = blocks.to(run.device), slots.to(run.device)
             anchor_tokens = anchor_tokens.to(run.device, non_blocking=True)
         with stats.stage("layers"):
             embeddings = embed_blocks(self.vocabulary, anchor_tokens, shape.mask_token_id, shape.block_size)
-            hidden_NBH = self.drafter(hidden.features, embeddings, blocks)
+            hidden_NBH = self.drafter(hidden.features[:, : shape.feature_width], embeddings, blocks)
         pump()
         with stats.stage("head_and_loss"):
-            return objective_sums(hidden_NBH, slots, self.vocabulary)
+            # The teacher's hidden state, where the objective needs one, travels behind the drafter's features.
+            teacher_TH = hidden.features[:, shape.feature_width :] if run.objective.needs_teacher else None
+            return objective_sums(hidden_NBH, slots, self.vocabulary, run.objective, teacher_TH)
 
 
 def _is_finite(features: Tensor) -> Tensor:

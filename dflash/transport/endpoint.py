@@ -72,11 +72,17 @@ class Endpoint(ABC):
             pause_s = _SHORTEST_POLL_S if has_moved else min(2 * pause_s, _LONGEST_POLL_S)
             self._on_wait()
 
-    def wait(self, work: Work) -> None:
-        """Waits for an asynchronous collective while pumping. Raises PeerLost when a member of its group is gone."""
-        self.pump_until(work.is_completed)
+    def complete(self, start: Callable[[], Work]) -> None:
+        """Starts an asynchronous collective and waits for it while pumping.
+
+        Raises PeerLost when a member of its group is gone.
+        """
         try:
+            work = start()
+            self.pump_until(work.is_completed)
             work.wait()
+        except TransportError:
+            raise
         except RuntimeError as error:
             self._blame(error)
 
@@ -96,15 +102,21 @@ class Endpoint(ABC):
         except TransportError as error:
             self.control.announce_error(str(error))  # once: our peers may not know the one it is about
             raise
+        except RuntimeError as error:  # a transfer that cannot be posted, since the other end of its group is gone
+            self._blame(error)
         return has_heard or has_advanced
 
     def _blame(self, error: RuntimeError) -> NoReturn:
-        """A broken collective does not say who left; a moment later the control plane does."""
+        """A broken group does not say who left it; a moment later the control plane does."""
         deadline_s = time.monotonic() + _BLAME_S
-        self.pump_until(lambda: time.monotonic() > deadline_s)
-        text = f"lost a rank of this group: {' '.join(str(error).split())}"
-        self.control.announce_error(text)
-        raise PeerLost(text) from error
+        self.control.on_message = lambda channel, message: None  # no more transfers
+        try:
+            while time.monotonic() < deadline_s:
+                self.control.pump(self.control.idle_wait_s)
+            raise PeerLost(f"lost a rank of this group: {' '.join(str(error).split())}")
+        except TransportError as reason:
+            self.control.announce_error(str(reason))
+            raise reason from error
 
     def _part(self, start_barrier: Callable[[], Work]) -> None:
         """Parts from all ranks together; until then all watch over all, so that nobody's end goes unnamed.
@@ -114,7 +126,7 @@ class Endpoint(ABC):
         channels = self.control.channels
         self.control.send_to_all(Message(Kind.DONE))
         self.pump_until(lambda: self._done >= channels.keys(), is_polled=False)
-        self.wait(start_barrier())
+        self.complete(start_barrier)
         self.control.send_to_all(Message(Kind.BYE))
         self.pump_until(lambda: all(channel.heard_bye for channel in channels.values()), is_polled=False)
         self.control.flush(_FLUSH_S)
