@@ -1,7 +1,6 @@
 """The loop of a drafter rank: take hidden states in order, accumulate, reduce, step."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -113,16 +112,17 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport, stop: StopR
             on_wait=on_wait,
         )
         stop.listen()
-        signal_number = None
+        is_stopped = False
         try:
             train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats, stop), report)
         except StopAgreed:
-            signal_number = queue.stop_signal or signal.SIGTERM  # the word may not have come here yet
+            is_stopped = True
             queue.stop()
         report.scalars({"queue/max_depth": queue.max_depth_seen}, run.last_step)
         with report.stats.stage("starved"):
             queue.finish(groups.start_barrier)
-        return signal_number
+        # Only now: the votes may have come here before the word that tells the signal, which precedes the goodbyes.
+        return queue.stop_signal if is_stopped else None
 
 
 def own_entries(run: Run, entries: list[PlanEntry]) -> list[tuple[int, PlanEntry]]:

@@ -22,7 +22,7 @@ from helpers_faults import SERVER, Launched, Setting, complaints, launch_direct 
 
 from dflash.groups import Topology  # noqa: E402
 
-TIMES = 5
+TIMES = 3
 LIMIT_S = 10.0
 PEER_TIMEOUT_S = 2.0
 _SHORT = {"train__max_steps": 4}

@@ -21,7 +21,7 @@ from helpers_stops import OPTIONS, TOPOLOGY, differences, saved_after_s, stop_co
 
 from dflash.checkpoints.finding import list_checkpoints  # noqa: E402
 
-TIMES = 2
+TIMES = 1
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 
 
