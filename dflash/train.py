@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+import traceback
 from contextlib import suppress
 from typing import NoReturn
 
@@ -77,9 +78,9 @@ def play(run: Run, groups: ProcessGroups | None) -> int | None:
         except BaseException:
             # What ended the loop is to be told, not the full disk that the report may meet on the way out.
             with suppress(OSError):
-                report.close(run.last_step)
+                report.close()
             raise
-        report.close(run.last_step)
+        report.close()
         return signal_number
     except (TransportError, ValueError, OSError) as error:
         raise OwnError(f"{run.name}: {error}") from error
@@ -132,6 +133,10 @@ def cli() -> None:
         if tells:
             print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         leave(is_told=tells)
+    except Exception:
+        # Not by way of the interpreter's end, which would wait for groups and threads that wait for others.
+        traceback.print_exc()
+        leave(is_told=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ class Trained:
     def meta(self, step: int) -> CheckpointMeta:
         return CheckpointMeta(
             step=step,
+            owes_evaluation=False,
             next_index=6 * step,
+            num_micro_batches=6 * step,
             fingerprint="train",
             eval_fingerprint=None,
             shape=self.drafter.shape,

@@ -19,7 +19,13 @@ import torch
 from helpers_checkpoints import CONFIG, Trained, assert_same, failure, flat, full_disk
 from helpers_transport import Spec, run_ranks
 
-from dflash.checkpoints.finding import checkpoint_folder, clean_up, find_checkpoint, list_checkpoints
+from dflash.checkpoints.finding import (
+    checkpoint_folder,
+    clean_up,
+    find_checkpoint,
+    list_checkpoints,
+    restore_replaced,
+)
 from dflash.checkpoints.loading import load_checkpoint, load_drafter
 from dflash.checkpoints.manifest import read_meta, verify
 from dflash.checkpoints.saving import CheckpointSaver
@@ -232,7 +238,7 @@ def test_a_kill_during_a_save_leaves_the_one_before(kill_when: str, tmp_path: Pa
     assert folder is not None and not said
     step = read_meta(folder).step
     assert_same(Trained.loaded(folder, hidden_size=320), Trained.after(step, hidden_size=320))
-    clean_up(tmp_path)
+    clean_up(tmp_path, folder)
     assert names(tmp_path) == [path.name for path in list_checkpoints(tmp_path)], "whole ones alone are left"
     saver = CheckpointSaver(tmp_path, None, keep=1)
     assert Trained.after(1).save(saver, step + 1) == checkpoint_folder(tmp_path, step + 1)
@@ -263,8 +269,22 @@ def test_a_kill_between_two_saves_of_one_step_leaves_one(is_published: bool, tmp
     expected = folder if is_published else old
     assert list_checkpoints(tmp_path) == [checkpoint_folder(tmp_path, 1), expected]
     assert found(tmp_path) == (expected, [])
-    clean_up(tmp_path)
+    restore_replaced(tmp_path)
+    assert found(tmp_path) == (folder, [])
+    clean_up(tmp_path, folder)
     assert names(tmp_path) == ["step-000001", "step-000002"] and found(tmp_path) == (folder, [])
+    assert_same(Trained.loaded(folder), Trained.after(2))
+
+
+def test_what_was_passed_over_is_set_aside_and_does_not_count_as_kept(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    flip_a_byte(checkpoint_folder(tmp_path, 3) / "__0_0.distcp")
+    folder, said = found(tmp_path)
+    assert folder == checkpoint_folder(tmp_path, 2) and len(said) == 1
+    clean_up(tmp_path, folder)
+    assert names(tmp_path) == ["damaged-step-000003", "step-000001", "step-000002"]
+    Trained.after(4).save(CheckpointSaver(tmp_path, None, keep=2), 4)
+    assert names(tmp_path) == ["damaged-step-000003", "step-000002", "step-000004"]
 
 
 def test_leftovers_go_at_launch_and_never_during_a_save(tmp_path: Path) -> None:
@@ -274,9 +294,9 @@ def test_leftovers_go_at_launch_and_never_during_a_save(tmp_path: Path) -> None:
     save_steps(tmp_path, 2)
     assert left_over.exists(), "another rank might be writing it"
     assert found(tmp_path) == (checkpoint_folder(tmp_path, 2), [])
-    clean_up(tmp_path)
+    clean_up(tmp_path, None)
     assert names(tmp_path) == ["step-000001", "step-000002"]
-    clean_up(tmp_path / "no run yet")
+    clean_up(tmp_path / "no run yet", None)
 
 
 def test_what_an_earlier_save_of_the_step_left_does_not_get_into_the_next(tmp_path: Path) -> None:

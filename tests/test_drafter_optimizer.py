@@ -311,7 +311,7 @@ def test_a_checkpoint_holds_all_parts(name, tmp_path: Path):
     state = training_state(trained.drafter, trained.optimizer.parts, metrics)
     assert state["optimizer"]["state"].keys() == dict(trained.drafter.named_parameters()).keys()
     saver = CheckpointSaver(tmp_path, None, keep=1)
-    saver.start(CheckpointMeta(3, 3, "data", None, trained.drafter.shape, {}), state)
+    saver.start(CheckpointMeta(3, False, 3, 3, "data", None, trained.drafter.shape, {}), state)
     folder = saver.finish()
     assert folder is not None
     drafter = DFlashDrafter(small_shape())

@@ -29,7 +29,14 @@ def save_run(folder: Path, steps: tuple[int, ...]) -> dict[int, DFlashDrafter]:
     for step, drafter in drafters.items():
         optimizer = torch.optim.AdamW(drafter.parameters())
         meta = CheckpointMeta(
-            step=step, next_index=0, fingerprint="f", eval_fingerprint=None, shape=drafter.shape, config={}
+            step=step,
+            owes_evaluation=False,
+            next_index=0,
+            num_micro_batches=0,
+            fingerprint="f",
+            eval_fingerprint=None,
+            shape=drafter.shape,
+            config={},
         )
         saver.start(meta, training_state(drafter, optimizer, torch.zeros(1, dtype=torch.float64)))
         saver.finish()

@@ -160,7 +160,7 @@ def test_the_first_micro_batch_that_goes_bad_is_blamed_alone(
 
     monkeypatch.setattr(trainer, "objective_sums", objective_sums)
     rows = make_rows(tmp_path / "rows.jsonl", 60)
-    with pytest.raises(ValueError, match=f" step 2: the {what} not finite in micro-batch 8, whose [^;]*; all steps"):
+    with pytest.raises(ValueError, match=f" step 2: the {what} not finite in micro-batch 8, whose [^;]*; look at"):
         run_here(arguments(target, rows, tmp_path / "run"))
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000001"]
 
@@ -176,7 +176,24 @@ def test_votes_survive_a_sum_over_drafters() -> None:
     ranks[2].stop(is_unfinished=False)
     total = Votes(torch.stack([votes.values for votes in ranks]).sum(0))
     assert bool(total.is_spoilt)
-    assert total.to_host().read() == Outcome(is_stopping=True, is_unfinished=True, faults={1: 1, 2: 2, 3: 3})
+    assert total.to_host().read() == Outcome(True, True, False, {1: 1, 2: 2, 3: 3})
     asked = Votes(torch.zeros(Votes.width(2)))
     asked.stop(is_unfinished=False)
-    assert not bool(asked.is_spoilt) and asked.to_host().read() == Outcome(True, False, {})
+    assert not bool(asked.is_spoilt) and asked.to_host().read() == Outcome(True, False, False, {})
+
+
+def test_a_sum_that_overflows_leaves_the_step_out(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are finite in every micro-batch and whose norm is not."""
+    honest = trainer.objective_sums
+
+    def objective_sums(*given: object) -> ObjectiveSums:
+        sums = honest(*given)
+        return ObjectiveSums(sums.loss_sum * 1e22, sums.metrics)
+
+    monkeypatch.setattr(trainer, "objective_sums", objective_sums)
+    rows = make_rows(tmp_path / "rows.jsonl", 60)
+    with pytest.raises(ValueError, match="step 1: the sum of gradients is not finite over micro-batches 0 to 5; look"):
+        run_here(arguments(target, rows, tmp_path / "run"))
+    assert list_checkpoints(tmp_path / "run") == []

@@ -59,7 +59,7 @@ def test_a_report_writes_stages_rates_and_lines(tmp_path: Path) -> None:
     clock.now_s += 1
     report.count("throughput/tokens_per_s", 500)
     report.poll(step=7)
-    report.close(step=9)
+    report.close()
     written = scalars(tmp_path, "target-0")
     assert written["stage/target/forward_ms"][0] == (7, 3000.0)
     assert written["share/target/forward"][0] == (7, 0.75)

@@ -92,7 +92,7 @@ def measure(
             new.append(tensor.to("cpu", copy=True))
 
     def start(step: int) -> None:
-        meta = CheckpointMeta(step, step, "data", None, shape, {})
+        meta = CheckpointMeta(step, False, step, step, "data", None, shape, {})
         saver.start(meta, training_state(drafter, optimizer.adamw, metrics))
 
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", "copy to new memory", "start", "whole save")}

@@ -8,6 +8,7 @@ from pathlib import Path
 from dflash.checkpoints.manifest import META_FILE, read_meta, verify
 
 _PARTIAL = ".partial-"  # folders that are being written, or being removed
+_DAMAGED = "damaged-"  # folders that a resumed run has passed over
 _REPLACED = "-replaced"  # a checkpoint whose step was saved again, for the moment until the new one has its name
 
 
@@ -59,17 +60,31 @@ def find_checkpoint(resume: str, run_dir: Path, report: Callable[[str], None]) -
     return folder
 
 
-def clean_up(run_dir: Path) -> None:
-    """Remove what an interrupted save or removal left; one rank calls it, before any rank saves."""
+def restore_replaced(run_dir: Path) -> None:
+    """Give a checkpoint its name back that a kill left without: one rank calls it, before any looks for checkpoints."""
+    for path in (run_dir / "checkpoints").glob(f"step-*{_REPLACED}"):
+        published = path.with_name(path.name.removesuffix(_REPLACED))
+        if not published.exists():
+            path.rename(published)
+
+
+def clean_up(run_dir: Path, resumed: Path | None) -> None:
+    """Remove what an interrupted save or removal left; one rank calls it, before any rank saves.
+
+    Folders beyond the checkpoint that the run goes on from were passed over as damaged. They are renamed, so that they
+    are not taken for the newest ones when old checkpoints are removed.
+    """
     folder = run_dir / "checkpoints"
     for path in folder.glob(f"step-*{_REPLACED}"):
-        published = path.with_name(path.name.removesuffix(_REPLACED))
-        if published.exists():
-            remove(path)
-        else:
-            path.rename(published)
+        remove(path)
     for path in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
+    if resumed is not None and resumed.parent == folder:
+        for path in folder.glob("step-*"):
+            if _step_of(path) > _step_of(resumed):
+                aside = path.with_name(_DAMAGED + path.name)
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
 
 
 def remove(folder: Path) -> None:
@@ -79,6 +94,12 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _step_of(folder: Path) -> int:
+    """The step that a checkpoint's name tells; -1 for other names."""
+    number = folder.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
 
 
 def _newest_whole(run_dir: Path, report: Callable[[str], None]) -> Path | None:

@@ -57,11 +57,14 @@ class CheckpointMeta:
     """What a checkpoint says of itself: the last finished step and what it was trained on.
 
     `next_index` is the g that comes next, which is that of an evaluation as long as the one after `step` is owed.
+    `num_micro_batches` have been trained on, which is fewer than whole steps hold where a plan ended with a short one.
     `eval_fingerprint` is None where the held-out documents are a share of the training data.
     """
 
     step: int
+    owes_evaluation: bool
     next_index: int
+    num_micro_batches: int
     fingerprint: str
     eval_fingerprint: str | None
     shape: DrafterShape

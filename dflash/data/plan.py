@@ -165,6 +165,10 @@ class Plan:
         end_of_training = self.first_entry_of_step(step) + self._num_in_step(step)
         return [self.entry(index) for index in range(end_of_training, self.first_entry_of_step(step + 1))]
 
+    def num_micro_batches_until(self, step: int) -> int:
+        """Training micro-batches of the steps 1 to `step`."""
+        return min(step * self.micro_batches_per_step, self.num_micro_batches)
+
     def describe(self) -> str:
         """One line for the console."""
         num_tokens, num_packed = self.train.num_tokens, self._epoch_starts[1]

@@ -75,6 +75,11 @@ class ObjectiveSettings:
         if self.dpace_alpha is not None:
             if not 0 <= self.dpace_alpha <= 1:
                 raise ValueError(f"objective.dpace.alpha: {self.dpace_alpha} must be from 0 to 1, or null for off")
+            if self.gamma is not None:
+                raise ValueError(
+                    f"objective.gamma: {self.gamma} has no effect with objective.dpace.alpha, which replaces the "
+                    "decay; leave it null"
+                )
             if not self.ce_weight:
                 raise ValueError(
                     "objective.dpace.alpha: D-PACE weighs cross entropy, and objective.ce.weight is 0; raise it or set "

@@ -74,9 +74,14 @@ class RankReport:
         self._charts.flush()
         self.line(summary_line(self._name, totals))
 
-    def close(self, step: int) -> None:
+    @property
+    def step(self) -> int:
+        """The step last named."""
+        return self._step
+
+    def close(self) -> None:
         """Write what is left, and the totals of the whole run."""
-        self._write_interval(step)
+        self._write_interval(self._step)
         self.line("whole run: " + summary_line(self._name, self.stats.run))
         self._charts.close()
         self._log.close()

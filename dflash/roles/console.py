@@ -151,18 +151,22 @@ class _Lines:
 def open_metrics(path: Path, run: Run) -> AppendFile:
     """The file to append records to, without those that this launch will write again."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and not _comes_again(json.loads(line), run)]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if _is_kept(line, run)]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
     return AppendFile(path)
 
 
-def _comes_again(record: dict[str, Any], run: Run) -> bool:
-    if record["step"] >= run.first_step or record.get("partial"):
-        return True
-    return run.owes_evaluation and record["kind"] == "eval" and record["step"] == run.first_step - 1
+def _is_kept(line: str, run: Run) -> bool:
+    """Whether a line is a whole record that will not come again; a loss of power may leave anything."""
+    try:
+        record = json.loads(line)
+        step, is_owed = record["step"], record["kind"] == "eval" and run.owes_evaluation
+    except (ValueError, LookupError, TypeError):
+        return False
+    return line.endswith("\n") and not record.get("partial") and step < run.first_step - is_owed
 
 
 def _without_nan(value: Any) -> Any:

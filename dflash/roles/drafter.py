@@ -118,7 +118,7 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport, stop: StopR
         except StopAgreed:
             is_stopped = True
             queue.stop()
-        report.scalars({"queue/max_depth": queue.max_depth_seen}, run.last_step)
+        report.scalars({"queue/max_depth": queue.max_depth_seen}, report.step)
         with report.stats.stage("starved"):
             queue.finish(groups.start_barrier)
         # Only now: the votes may have come here before the word that tells the signal, which precedes the goodbyes.
@@ -164,9 +164,15 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
                     with report.stats.stage("checkpoint"):
                         saving.start()
                 report.poll(step)
-        except (StopAgreed, NonFinite):
+        except StopAgreed:
             saving.finish()
             raise
+        except NonFinite as fault:
+            try:
+                saving.finish()
+            except ValueError as error:
+                raise ValueError(f"{fault}; {error}") from error
+            raise NonFinite(f"{fault}; all steps before are saved") from fault
         with report.stats.stage("checkpoint"):
             saving.finish()
 
@@ -198,7 +204,7 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
     with stats.stage("metrics"):
         outcome = pending.read()
         raise_if_lost(run, outcome, entries, f"step {step}")
-        if outcome.faults:
+        if outcome.is_bad:
             console.skip(step, outcome.describe(entries))
         else:
             console.add(trainer.metrics, sum(run.num_tokens(entry) for entry in entries))
@@ -220,19 +226,22 @@ def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, conso
         if hidden is None:
             votes.stop(is_unfinished=True)
             break
-        sums, code = trainer.evaluate(hidden, entry, source.pump)
+        # Without gradients it compiles anew on CUDA, at some step of each launch.
+        with source.busy(LOADING_S) if run.device.type == "cuda" else nullcontext():
+            sums, code = trainer.evaluate(hidden, entry, source.pump)
         metrics.add_(sums)
         votes.accuse(place, code)
         source.consumed(hidden)
     if source.stop_signal is not None:
         votes.stop(is_unfinished=False)
-    if not trainer.is_alone:
-        source.complete(lambda: trainer.reduce(total))
+    with trainer.stats.stage("gradient_sync"):
+        if not trainer.is_alone:
+            source.complete(lambda: trainer.reduce(total))
     pending = votes.to_host()
     source.wait_until(pending.is_there)
     outcome = pending.read()
     raise_if_lost(run, outcome, entries, f"the evaluation after step {step}")
-    if outcome.faults:
+    if outcome.is_bad:
         console.warn(f"left out of the evaluation after step {step}: {outcome.describe(entries)}")
     console.log_evaluation(step, metrics)
     return outcome
@@ -242,10 +251,10 @@ def raise_if_lost(run: Run, outcome: Outcome, entries: list[PlanEntry], where: s
     """Raises StopAgreed or NonFinite when what was just reduced must not count."""
     if outcome.is_unfinished:
         raise StopAgreed
-    if outcome.faults and run.config.train.on_nonfinite is OnNonfinite.stop:
+    if outcome.is_bad and run.config.train.on_nonfinite is OnNonfinite.stop:
         raise NonFinite(
-            f"{where}: {outcome.describe(entries)}; all steps before are saved; look at these documents and at "
-            "model.target.dtype (float16 overflows easily), or go on with resume=auto train.on_nonfinite=skip"
+            f"{where}: {outcome.describe(entries)}; look at these documents and at model.target.dtype (float16 "
+            "overflows easily), or go on with resume=auto train.on_nonfinite=skip"
         )
 
 

@@ -59,7 +59,9 @@ class Saving:
         run, progress = self._run, self.progress
         meta = CheckpointMeta(
             step=progress.step,
+            owes_evaluation=progress.owes_evaluation,
             next_index=self._next_index(progress),
+            num_micro_batches=run.plan.num_micro_batches_until(progress.step),
             fingerprint=run.train_corpus.fingerprint,
             eval_fingerprint=run.eval_fingerprint,
             shape=run.drafter_shape,

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from dflash.batch import MicroBatch, PackedLayout, TargetShape
-from dflash.checkpoints.finding import clean_up, find_checkpoint
+from dflash.checkpoints.finding import clean_up, find_checkpoint, restore_replaced
 from dflash.checkpoints.manifest import read_meta
 from dflash.checkpoints.meta import CheckpointMeta
 from dflash.config import (
@@ -272,7 +272,17 @@ def choose_run_dir(config: TrainConfig) -> Path:
     return run_dir
 
 
-def claim_run_dir(run_dir: Path, config: TrainConfig) -> str:
+def find_start(config: TrainConfig, run_dir: Path, say: Callable[[str], None]) -> str:
+    """The checkpoint to go on from, empty to begin."""
+    if config.resume != "no":
+        try:
+            restore_replaced(run_dir)
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+    return str(find_checkpoint(config.resume, run_dir, say) or "")
+
+
+def claim_run_dir(run_dir: Path, config: TrainConfig, resumed: Path | None) -> str:
     """Make the run folder and mark it as this run's, once nothing more can be wrong with the configuration."""
     probe = run_dir / "checkpoints" / ".writable"
     partial = run_dir / f".{CONFIG_FILE}.partial"
@@ -281,12 +291,16 @@ def claim_run_dir(run_dir: Path, config: TrainConfig) -> str:
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
-        clean_up(run_dir)
+        clean_up(run_dir, resumed)
         partial.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
         partial.replace(run_dir / CONFIG_FILE)
     except OSError as error:
-        raise ValueError(f"run_dir: {run_dir} cannot be written: {error.strerror or error}") from error
+        raise _unwritable(run_dir, error) from error
     return "claimed"
+
+
+def _unwritable(run_dir: Path, error: OSError) -> ValueError:
+    return ValueError(f"run_dir: {run_dir} cannot be written: {error.strerror or error}")
 
 
 def check_goes_on(
@@ -313,9 +327,9 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
 
     target_shape = read_target_shape(config.model.target.path)
     run_dir = Path(agreement.once("run_dir", lambda: str(choose_run_dir(config))))
-    resume_from = agreement.once("resume", lambda: str(find_checkpoint(config.resume, run_dir, say) or ""))
+    resume_from = agreement.once("resume", lambda: find_start(config, run_dir, say))
+    resumed = Path(resume_from) if resume_from else None
     if config.model.drafter.starts_from_served:
-        resumed = Path(resume_from) if resume_from else None
         shape = served_drafter_shape(config.model.drafter, target_shape, resumed)
     else:
         shape = drafter_shape(config.model.drafter, target_shape)
@@ -333,16 +347,18 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
     if train_corpus.fingerprint != fingerprint:
         raise OwnError(f"data.train_path: rank {launch.rank} reads other data than rank 0 does; copy the same files")
     first_step, owes_evaluation = 1, False
-    if resume_from:
-        meta = read_meta(Path(resume_from))
+    if resumed is not None:
+        meta = read_meta(resumed)
         changes = check_goes_on(meta, config, shape, train_corpus, eval_corpus)
         first_step = meta.step + 1
         if meta.step <= plan.num_steps:
-            owes_evaluation = meta.next_index in [entry.index for entry in plan.eval_entries(meta.step)]
-        say(f"resuming after step {meta.step} from {resume_from}")
+            owes_evaluation = meta.owes_evaluation and bool(plan.eval_entries(meta.step))
+            if left_out := plan.num_micro_batches_until(meta.step) - meta.num_micro_batches:
+                changes.append(f"step {meta.step} ended a shorter plan: {left_out} of its micro-batches are left out")
+        say(f"resuming after step {meta.step} from {resumed}")
         for change in changes:
             say(change)
-    agreement.once("claim", lambda: claim_run_dir(run_dir, config))
+    agreement.once("claim", lambda: claim_run_dir(run_dir, config, resumed))
     run = Run(
         config=config,
         topology=topology,
@@ -354,7 +370,7 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
         train_corpus=train_corpus,
         eval_corpus=eval_corpus,
         plan=plan,
-        resume_from=Path(resume_from) if resume_from else None,
+        resume_from=resumed,
         first_step=first_step,
         owes_evaluation=owes_evaluation,
     )

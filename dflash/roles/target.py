@@ -86,7 +86,7 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
                 pool.release(buffer)
                 continue
             # The first forward may compile on CUDA.
-            is_compiling = step == run.first_step and run.device.type == "cuda"
+            is_compiling = step <= run.first_step and run.device.type == "cuda"
             with control.busy(LOADING_S) if is_compiling else nullcontext():
                 packed = producer.produce(micro_batch, buffer, stats)
             # On CUDA the isend must follow the packing, not the next forward, so it joins the packer's stream.

@@ -145,9 +145,10 @@ class DrafterTrainer:
         while the update runs.
         """
         optim = self.run.config.optim
-        outcome = self.votes.to_host()
         denominator = self.metrics.denominator
         norm = self.flat.scale_and_clip(denominator, optim.clip_norm)
+        self.votes.note_overflow(~torch.isfinite(norm))
+        outcome = self.votes.to_host()
         self.optimizer.step(self.learning_rate(step), skip=(denominator <= 0) | self.votes.is_spoilt)
         return norm, outcome
 

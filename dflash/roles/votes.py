@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash.data.plan import PlanEntry
 
-_STOPPING, _UNFINISHED, _NUM_COUNTS = 0, 1, 2
+_STOPPING, _UNFINISHED, _OVERFLOW, _NUM_COUNTS = 0, 1, 2, 3
 _SOUND, _BAD_FEATURES, _BAD_LOSS, _BAD_GRADIENTS = range(4)
 _CAUSES = {_BAD_FEATURES: "hidden states are", _BAD_LOSS: "loss is", _BAD_GRADIENTS: "gradients are"}
 
@@ -22,8 +22,8 @@ def fault_code(features_ok: Tensor, loss_ok: Tensor, gradients_ok: Tensor) -> Te
 class Votes:
     """Counts and codes that a sum over all drafters keeps readable: each micro-batch is one drafter's.
 
-    Shape: `values` [2 + M]: drafters that were asked to stop, drafters that left micro-batches out, and the fault code
-    of each of the M micro-batches.
+    Shape: `values` [3 + M]: drafters that were asked to stop, drafters that left micro-batches out, whether the sum
+    over all of them overflowed (known once they are summed), and the fault code of each of the M micro-batches.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -49,6 +49,10 @@ class Votes:
         on_host = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
         on_host.copy_(self.values, non_blocking=True)
         return PendingOutcome(on_host, torch.cuda.current_stream().record_event())
+
+    def note_overflow(self, is_overflow: Tensor) -> None:
+        """Note, after the sum and on every drafter alike, that gradients finite by themselves have none that is."""
+        self.values[_OVERFLOW].copy_(is_overflow)
 
     @property
     def is_spoilt(self) -> Tensor:
@@ -77,15 +81,23 @@ class Outcome:
 
     is_stopping: bool
     is_unfinished: bool
+    is_overflow: bool
     faults: dict[int, int]
 
     @classmethod
     def of(cls, votes_on_host: Sequence[float]) -> "Outcome":
         faults = {place: int(code) for place, code in enumerate(votes_on_host[_NUM_COUNTS:]) if code}
-        return cls(votes_on_host[_STOPPING] > 0, votes_on_host[_UNFINISHED] > 0, faults)
+        stopping, unfinished, overflow = (count > 0 for count in votes_on_host[:_NUM_COUNTS])
+        return cls(stopping, unfinished, overflow, faults)
+
+    @property
+    def is_bad(self) -> bool:
+        return self.is_overflow or bool(self.faults)
 
     def describe(self, entries: list[PlanEntry]) -> str:
         """The faults, by micro-batch and documents; `entries` are the step's."""
+        if not self.faults:
+            return f"the sum of gradients is not finite over micro-batches {entries[0].index} to {entries[-1].index}"
         return "; ".join(
             f"the {_CAUSES[code]} not finite in micro-batch {entries[place].index}, "
             f"whose documents are {entries[place].document_ids.tolist()}"

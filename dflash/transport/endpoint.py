@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+import torch
+
 from dflash.transport.channel import ControlChannel
 from dflash.transport.control import ControlPlane
 from dflash.transport.errors import PeerLost, TransportError
@@ -81,7 +83,7 @@ class Endpoint(ABC):
             work = start()
             self.pump_until(work.is_completed)
             work.wait()
-        except TransportError:
+        except (TransportError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             self._blame(error)
@@ -102,6 +104,8 @@ class Endpoint(ABC):
         except TransportError as error:
             self.control.announce_error(str(error))  # once: our peers may not know the one it is about
             raise
+        except torch.OutOfMemoryError:
+            raise  # ours: nobody is lost
         except RuntimeError as error:  # a transfer that cannot be posted, since the other end of its group is gone
             self._blame(error)
         return has_heard or has_advanced
