@@ -45,6 +45,12 @@ KINDS = {
 }
 
 
+def _settings(gamma: float, kind: str, labels: str = "data") -> ObjectiveSettings:
+    """One kind, decaying unless it is D-PACE, which has weights of its own."""
+    decay = {} if "dpace_alpha" in KINDS[kind] else {"gamma": gamma}
+    return ObjectiveSettings(labels=labels, **decay, **KINDS[kind])
+
+
 def _case(settings: ObjectiveSettings, block_size: int = 5, **scalings):
     """Hidden states that get about half of the tokens right, so that CAP has something to act on."""
     shape = small_shape(block_size=block_size)
@@ -99,7 +105,7 @@ def _naive(settings: ObjectiveSettings, batch, hidden, teacher, vocabulary):
 @pytest.mark.parametrize(("chunk", "tile_rows", "scalings"), [(7, 3, 1), (None, 2, 0), (1, 1, 1)])
 def test_sums_and_gradient_equal_the_loops(kind, labels, chunk, tile_rows, scalings, monkeypatch):
     monkeypatch.setitem(head._TILE_BYTES, "cpu", tile_rows * 4 * 37)
-    settings = ObjectiveSettings(gamma=3.0, labels=labels, **KINDS[kind])
+    settings = _settings(3.0, kind, labels)
     batch, slots, hidden, teacher, vocabulary = _case(settings, **SCALINGS[scalings])
     sums = objective_sums(hidden, slots, vocabulary, settings, teacher, chunk)
     loss, denominator, found = _naive(settings, batch, hidden, teacher, vocabulary)
@@ -125,7 +131,7 @@ def test_sums_and_gradient_equal_the_loops(kind, labels, chunk, tile_rows, scali
 @pytest.mark.parametrize("block_size", [2, 8, 11])
 def test_other_block_sizes(block_size):
     for kind in ("dpace and all", "all"):
-        settings = ObjectiveSettings(gamma=1.3, **KINDS[kind])
+        settings = _settings(1.3, kind)
         batch, slots, hidden, teacher, vocabulary = _case(settings, block_size)
         loss, *_ = _naive(settings, batch, hidden, teacher, vocabulary)
         ours = objective_sums(hidden, slots, vocabulary, settings, teacher, 5).loss_sum
@@ -227,7 +233,7 @@ def test_extremes_stay_finite_and_exact_in_fp32(temperature):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_supervised_and_one_supervised_slot(kind):
-    settings = ObjectiveSettings(gamma=3.0, **KINDS[kind])
+    settings = _settings(3.0, kind)
     batch, slots, hidden, teacher, vocabulary = _case(settings)
     supervised = torch.zeros(len(ANCHORS), 5, dtype=torch.bool)
     labels, places = torch.zeros(len(ANCHORS), 5, dtype=torch.int64), torch.full((len(ANCHORS), 5), 6)
@@ -257,7 +263,7 @@ def test_nothing_supervised_and_one_supervised_slot(kind):
 
 @pytest.mark.parametrize("kind", ["all", "dpace and cap", "dpace and all"])
 def test_evaluation_gives_the_same_values_without_a_gradient(kind):
-    settings = ObjectiveSettings(gamma=3.0, **KINDS[kind])
+    settings = _settings(3.0, kind)
     _, slots, hidden, teacher, vocabulary = _case(settings)
     trained = objective_sums(hidden, slots, vocabulary, settings, teacher)
     with torch.no_grad():
@@ -360,3 +366,5 @@ def test_what_settings_ask_for():
     assert ObjectiveSettings(dpace_alpha=0.5).decay(6) == math.inf
     with pytest.raises(ValueError, match="objective.gamma"):
         ObjectiveSettings().decay(6)
+    with pytest.raises(ValueError, match="objective.gamma: 2.0 has no effect with objective.dpace.alpha"):
+        ObjectiveSettings(gamma=2.0, dpace_alpha=0.5)
