@@ -222,7 +222,7 @@ def padded_settings(meta: Mapping[str, Any]) -> ObjectiveSettings:
     if meta["loss_type"] not in ("dflash", "dpace"):
         raise UnsupportedError(f"loss_type {meta['loss_type']!r}")
     alpha = meta.get("dpace_alpha", 0.5) if meta["loss_type"] == "dpace" else None
-    return ObjectiveSettings(gamma=gamma_of(meta), dpace_alpha=alpha)
+    return ObjectiveSettings(gamma=gamma_of(meta) if alpha is None else None, dpace_alpha=alpha)
 
 
 def packed_settings(cfg: Mapping[str, Any]) -> ObjectiveSettings:
@@ -231,10 +231,11 @@ def packed_settings(cfg: Mapping[str, Any]) -> ObjectiveSettings:
     loss, weighting = cfg["loss"], cfg["weighting"]
     if loss not in kinds or weighting not in ("fixed-exp-decay", "dpace") or (weighting == "dpace" and loss != "ce"):
         raise UnsupportedError(f"loss {loss!r} with weighting {weighting!r}")
+    alpha = cfg["dpace_alpha"] if weighting == "dpace" else None
     return ObjectiveSettings(
-        gamma=gamma_of(cfg),
+        gamma=gamma_of(cfg) if alpha is None else None,
         labels="target",
-        dpace_alpha=cfg["dpace_alpha"] if weighting == "dpace" else None,
+        dpace_alpha=alpha,
         **{"ce_weight": 0.0, kinds[loss]: 1.0},
     )
 
