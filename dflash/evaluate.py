@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from dflash.batch import TargetShape, TargetVocabulary
 from dflash.checkpoints.loading import load_drafter
-from dflash.config import Device, Dtype, parse_cli, run_cli
+from dflash.cli import parse_cli, run_cli
+from dflash.config import Device, Dtype
 from dflash.data.prompts import Prompt, read_prompts
 from dflash.decoding import SpeculativeResult, check_room, greedy_decode, speculative_decode
 from dflash.drafter.model import DFlashDrafter

@@ -14,7 +14,8 @@ import torch
 from omegaconf import MISSING
 
 from dflash.checkpoints.loading import load_drafter
-from dflash.config import Dtype, parse_cli, run_cli
+from dflash.cli import parse_cli, run_cli
+from dflash.config import Dtype
 from dflash.drafter.served import SERVED_CONFIG, save_served
 
 

@@ -21,7 +21,8 @@ from omegaconf import MISSING
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dflash.config import Device, Dtype, parse_cli, run_cli
+from dflash.cli import parse_cli, run_cli
+from dflash.config import Device, Dtype
 from dflash.data.prompts import prompt_ids
 from dflash.data.rows import Place, RowError, read_json_lines
 from dflash.decoding import check_room, cut_at_stop, max_positions

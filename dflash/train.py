@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from dflash.config import TrainConfig, config_folder, one_line, register_schema, to_train_config
+from dflash.cli import one_line
+from dflash.config import TrainConfig, config_folder, register_schema, to_train_config
 from dflash.groups import Launch, Role, choose_topology
 from dflash.profiling.files import protect_console
 from dflash.profiling.report import RankReport, name_process

@@ -16,7 +16,8 @@ from pathlib import Path
 import hydra
 from omegaconf.errors import OmegaConfBaseException
 
-from dflash.config import Device, TrainConfig, config_folder, one_line, register_schema, to_train_config
+from dflash.cli import one_line
+from dflash.config import Device, TrainConfig, config_folder, register_schema, to_train_config
 from dflash.groups import choose_topology
 
 _DEFAULT_PORT = 29400  # torchrun's

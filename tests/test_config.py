@@ -9,7 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf.errors import OmegaConfBaseException
 
-from dflash.config import TrainConfig, config_folder, one_line, register_schema, to_train_config
+from dflash.cli import one_line
+from dflash.config import TrainConfig, config_folder, register_schema, to_train_config
 from dflash.groups import Launch, Topology, choose_topology, default_num_target_ranks
 
 ROOT = Path(__file__).parent.parent

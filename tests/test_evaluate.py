@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from dflash.config import Device, Dtype, run_cli
+from dflash.cli import run_cli
+from dflash.config import Device, Dtype
 from dflash.data.prompts import prompt_ids
 from dflash.data.rows import RowError
 from dflash.decoding import SpeculativeResult, greedy_decode

@@ -13,7 +13,8 @@ from transformers import Qwen3Config
 from dflash.checkpoints.loading import load_drafter, training_state
 from dflash.checkpoints.meta import CheckpointMeta
 from dflash.checkpoints.saving import CheckpointSaver
-from dflash.config import Dtype, run_cli
+from dflash.cli import run_cli
+from dflash.config import Dtype
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.served import load_served
 from dflash.export import ExportConfig, export, main

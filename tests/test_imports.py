@@ -10,7 +10,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dflash"
 ENTRY_POINTS = ("train", "evaluate", "export", "regenerate", "doctor")
-ORDER = ("roles", "checkpoints", "decoding", "target", "transport", "drafter", "data", "batch", "groups", "config")
+ORDER = (
+    "roles",
+    "checkpoints",
+    "decoding",
+    "target",
+    "transport",
+    "drafter",
+    "data",
+    "batch",
+    "groups",
+    "cli",
+    "config",
+)
 ROOMS = {"data", "target", "transport", "drafter"}
 
 

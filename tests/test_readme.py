@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from test_config import composed
 from torch.distributed.run import get_args_parser as torchrun_parser
 
-from dflash.config import parse_cli
+from dflash.cli import parse_cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ class ParsedError(Exception):
     """The program's own parser took the command line."""
 
 
-def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_taken(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program of a command read its arguments, and nothing more; SystemExit or ValueError where it refuses."""
     program, *rest = words
     if program == "torchrun":
@@ -82,7 +82,7 @@ def parse_tool(script: Path, arguments: list[str], monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=[f"{page}: {' '.join(words)}"[:70] for page, words in SHOWN])
 def test_a_shown_command_is_taken(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    parse(words, monkeypatch)
+    assert_taken(words, monkeypatch)
 
 
 def test_all_entry_points_are_shown() -> None:
@@ -124,6 +124,6 @@ EVALUATE = "python -m dflash.evaluate drafter=a target=b prompts=c output=d"
     ],
 )
 def test_a_wrong_command_would_be_noticed(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse(shlex.split(right), monkeypatch)
+    assert_taken(shlex.split(right), monkeypatch)
     with pytest.raises((SystemExit, ValueError, OmegaConfBaseException, HydraException)):
-        parse(shlex.split(wrong), monkeypatch)
+        assert_taken(shlex.split(wrong), monkeypatch)

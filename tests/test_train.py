@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from dflash.checkpoints.finding import list_checkpoints
 from dflash.checkpoints.loading import load_drafter
-from dflash.config import config_folder, one_line, register_schema, to_train_config
+from dflash.cli import one_line
+from dflash.config import config_folder, register_schema, to_train_config
 from dflash.groups import Launch
 from dflash.train import train
 

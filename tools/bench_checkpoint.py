@@ -10,8 +10,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from bench_timing import timed
 from torch import Tensor
 
 from dflash.checkpoints.loading import training_state
@@ -55,17 +54,6 @@ def tensors_of(state: Any) -> list[Tensor]:
         return [state]
     parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
     return [tensor for part in parts for tensor in tensors_of(part)]
-
-
-def timed(act: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until `act` is through, on the device too."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started_s = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started_s
 
 
 def measure(

@@ -9,7 +9,6 @@ drafter of its own with the same weights and gradients. "plain" is torch's optim
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from bench_timing import timed
 
 from dflash.config import LayerType
 from dflash.drafter.model import DFlashDrafter
@@ -76,17 +76,6 @@ def make_steps(shape: DrafterShape, device: torch.device) -> dict[str, Callable[
 def step_plainly(parts: tuple[torch.optim.Optimizer, ...]) -> None:
     for part in parts:
         part.step()
-
-
-def timed(act: Callable[[], None], device: torch.device) -> float:
-    """Seconds until `act` is through, on the device too."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started_s = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started_s
 
 
 def measure(steps: dict[str, Callable[[], None]], repeats: int, device: torch.device) -> dict[str, list[float]]:
