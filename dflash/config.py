@@ -1,6 +1,5 @@
 """Typed schema of a training run, and the checks that need nothing but the schema itself."""
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
+
+from dflash.bounds import require_at_least, require_positive, require_share
 
 INIT_FROM_TARGET = "target"
 
@@ -66,6 +67,14 @@ class OnNonfinite(Enum):
 
     stop = "stop"  # save the step before, and end
     skip = "skip"  # leave the step out, and count it
+
+
+class ProfilingLevel(Enum):
+    """How much is kept of where the time goes."""
+
+    off = "off"
+    summary = "summary"  # stages, summed up per interval
+    full = "full"  # every occurrence of a stage, too
 
 
 @dataclass(slots=True)
@@ -213,8 +222,17 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True)
+class TorchProfilerConfig:
+    start_step: int | None = None  # null: torch.profiler is off
+    num_steps: int = 3
+    ranks: list[int] | None = None  # null: all
+
+
+@dataclass(slots=True)
 class ProfilingConfig:
+    level: ProfilingLevel = ProfilingLevel.summary
     interval_s: float = 60.0
+    torch: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
 
 
 @dataclass(slots=True)
@@ -267,7 +285,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
 
 def _check(config: TrainConfig) -> None:
     drafter, data, queue, loop = config.model.drafter, config.data, config.pipeline.queue, config.train
-    _require_at_least(
+    require_at_least(
         1,
         {
             "model.drafter.num_layers": drafter.num_layers,
@@ -292,15 +310,17 @@ def _check(config: TrainConfig) -> None:
             "train.eval_interval_steps": loop.eval_interval_steps,
             "checkpoint.interval_steps": config.checkpoint.interval_steps,
             "checkpoint.keep": config.checkpoint.keep,
+            "profiling.torch.start_step": config.profiling.torch.start_step,
+            "profiling.torch.num_steps": config.profiling.torch.num_steps,
         },
     )
-    _require_at_least(2, {"model.drafter.block_size": drafter.block_size, "data.max_length": data.max_length})
+    require_at_least(2, {"model.drafter.block_size": drafter.block_size, "data.max_length": data.max_length})
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed: {config.seed} must be at least 0 and below 2**63")
     if config.resume == "auto" and config.run_dir is None:
         raise ValueError("run_dir: must be given with resume=auto: it is the folder of the run to go on with")
-    _require_at_least(0, {"optim.weight_decay": config.optim.weight_decay})
-    _require_positive(
+    require_at_least(0, {"optim.weight_decay": config.optim.weight_decay})
+    require_positive(
         {
             "model.drafter.rope_theta": drafter.rope_theta,
             "objective.gamma": config.objective.gamma,
@@ -310,7 +330,7 @@ def _check(config: TrainConfig) -> None:
             "profiling.interval_s": config.profiling.interval_s,
         }
     )
-    _require_share(
+    require_share(
         {
             "data.eval_fraction": data.eval_fraction,
             "data.max_bad_fraction": data.max_bad_fraction,
@@ -371,21 +391,3 @@ def _check_layers(drafter: DrafterConfig) -> None:
             "model.drafter.sliding_is_causal: may be false only when every layer is sliding_attention, "
             "since a served drafter has one is_causal key for all its layers"
         )
-
-
-def _require_at_least(least: int, values: dict[str, float | None]) -> None:
-    for key, value in values.items():
-        if value is not None and not value >= least:
-            raise ValueError(f"{key}: {value} must be at least {least}")
-
-
-def _require_positive(values: dict[str, float | None]) -> None:
-    for key, value in values.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{key}: {value} must be a number above 0")
-
-
-def _require_share(values: dict[str, float]) -> None:
-    for key, value in values.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{key}: {value} must be at least 0 and below 1")

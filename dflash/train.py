@@ -18,9 +18,9 @@ from dflash.config import TrainConfig, config_folder, register_schema, to_train_
 from dflash.groups import Launch, Role, choose_topology
 from dflash.profiling.files import protect_console
 from dflash.profiling.report import RankReport, name_process
-from dflash.profiling.stats import ProfileStats
 from dflash.roles.colocated import run_colocated
 from dflash.roles.drafter import run_drafter
+from dflash.roles.reporting import open_report, show_tables, start_stats
 from dflash.roles.setup import AgreedError, Agreement, OwnError, Run, choose_device, prepare
 from dflash.roles.stopping import StopRequest, dump_stacks_on_request, end_at_once_on_stop_signals, exit_code
 from dflash.roles.target import run_target
@@ -41,15 +41,18 @@ def train(config: TrainConfig, launch: Launch) -> int | None:
     )
     name_process(topology.name(launch.rank))
     device = choose_device(config.device, launch.local_rank)
-    try:
-        groups = None if topology.colocated else join(topology, launch.rank, device)
-    except OSError as error:
-        raise OwnError(str(error)) from error
-    agreement = Agreement(groups.store if groups else None, launch.rank)
-    run = prepare(config, topology, launch, device, agreement)
+    stats = start_stats(config.profiling, device)
+    with stats.stage("prepare"):
+        try:
+            groups = None if topology.colocated else join(topology, launch.rank, device)
+        except OSError as error:
+            raise OwnError(str(error)) from error
+        agreement = Agreement(groups.store if groups else None, launch.rank)
+        run = prepare(config, topology, launch, device, agreement)
+        report = None if run.is_done else open_report(run, stats)
     signal_number = None
-    if not run.is_done:
-        signal_number = play(run, groups)
+    if report is not None:
+        signal_number = play(run, groups, report)
     else:
         if launch.rank == 0:
             print(f"nothing left to train: {run.first_step - 1} of {run.plan.num_steps} steps are done", flush=True)
@@ -60,28 +63,21 @@ def train(config: TrainConfig, launch: Launch) -> int | None:
     return signal_number
 
 
-def play(run: Run, groups: ProcessGroups | None) -> int | None:
-    """This rank's loop, with its report around it; returns the number of the signal that ended it early."""
+def play(run: Run, groups: ProcessGroups | None, report: RankReport) -> int | None:
+    """This rank's loop, to the end of its report; returns the number of the signal that ended it early."""
     dump_stacks_on_request(run.run_dir / "logs" / f"{run.name}.log")
     role = run.topology.role(run.rank)
-    report = RankReport(
-        run.run_dir,
-        run.name,
-        role.value,
-        ProfileStats(run.device),
-        run.config.profiling.interval_s,
-        first_step=run.first_step,
-    )
     loop = {Role.TARGET: run_target, Role.DRAFTER: run_drafter, Role.COLOCATED: run_colocated}[role]
     try:
         try:
             signal_number = loop(run, groups, report, StopRequest())
         except BaseException:
-            # What ended the loop is to be told, not the full disk that the report may meet on the way out.
-            with suppress(OSError):
+            # What ended the loop is to be told, not what the report may meet on the way out: a disk or a device.
+            with suppress(OSError, RuntimeError):
                 report.close()
             raise
         report.close()
+        show_tables(run)
         return signal_number
     except (TransportError, ValueError, OSError) as error:
         raise OwnError(f"{run.name}: {error}") from error

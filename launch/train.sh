@@ -162,6 +162,10 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # On an NCCL error or timeout end the process without aborting its communicators first, which can block on a peer that
 # is gone. It is PyTorch's default, but torchrun sets 1 (abort, then end) where nothing is set.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=3
+# Micro-batches differ in length, and fixed segments that fit one do not fit the next: they are freed and allocated anew,
+# which stops the GPU each time. Expandable ones grow. PYTORCH_ALLOC_CONF=expandable_segments:False turns it off; the
+# older PYTORCH_CUDA_ALLOC_CONF, where it is set, outranks both.
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
 # The cores of this machine shared among its ranks. torchrun sets 1 where nothing is set, and warns.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 # In front of every console line: the rank's number in the whole job instead of [default<local rank>].

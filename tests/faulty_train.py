@@ -202,7 +202,7 @@ def nothing() -> None:
 MOMENTS: dict[str, Callable[[Hook], None]] = {
     "load": lambda hook: (before(Producer, "load", hook), before(DrafterTrainer, "load", hook)),
     "idle": while_idle,
-    "forward": lambda hook: (before(FrozenTarget, "forward", hook), before(DrafterTrainer, "accumulate", hook)),
+    "forward": lambda hook: (before(FrozenTarget, "run", hook), before(DrafterTrainer, "accumulate", hook)),
     "isend": lambda hook: (after(PayloadChannel, "send", hook), after(PayloadChannel, "receive", hook)),
     "payload": within_a_payload,
     "allreduce": lambda hook: after(DrafterTrainer, "reduce", hook),

@@ -52,7 +52,9 @@ class WatchedRun:
         before: Sequence[str] = (),
         port: int | None = None,
         clock_jumps: bool = False,
+        program: str = "forked_ranks.py",
     ) -> None:
+        """`program`: one of tests/ that takes its order as forked_ranks.py does."""
         folder.mkdir(parents=True)
         self.folder = folder
         self.port = free_port() if port is None else port
@@ -63,7 +65,7 @@ class WatchedRun:
             "arguments": list(arguments),
             "clock_jumps": clock_jumps,
         }
-        command = [*before, sys.executable, str(ROOT / "tests" / "forked_ranks.py"), json.dumps(order)]
+        command = [*before, sys.executable, str(ROOT / "tests" / program), json.dumps(order)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
         with (folder / "launcher.err").open("w") as errors:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, start_new_session=True)

@@ -3,14 +3,21 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hydra import compose, initialize_config_dir
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import dflash.train
+from dflash.config import config_folder, register_schema, to_train_config
+from dflash.groups import Launch
 
 ROOT = Path(__file__).parent.parent
 VOCAB_SIZE = 96
@@ -86,6 +93,22 @@ def launch(num_ranks: int, arguments: list[str], check: bool = True) -> subproce
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def run_here(arguments: list[str]) -> float:
+    """The run, both roles, in this very process; returns the seconds that `train` took."""
+    register_schema()
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        composed = compose("config", overrides=[*arguments, "pipeline=colocated"])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    config = to_train_config(composed)
+    started_s = time.perf_counter()
+    try:
+        dflash.train.train(config, Launch(0, 0, 1))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return time.perf_counter() - started_s
 
 
 def metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ ORDER = (
     "groups",
     "cli",
     "config",
+    "bounds",
 )
 ROOMS = {"data", "target", "transport", "drafter"}
 

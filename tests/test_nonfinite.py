@@ -1,25 +1,20 @@
 """NaN and infinity are named by micro-batch and documents, agreed on by all drafters, and cost no finished step."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers_run import VOCAB_SIZE, launch, make_rows, make_target, metrics, overrides, scalars
-from hydra import compose, initialize_config_dir
+from helpers_run import VOCAB_SIZE, launch, make_rows, make_target, metrics, overrides, run_here, scalars
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.checkpoints.finding import list_checkpoints
 from dflash.checkpoints.loading import load_drafter
-from dflash.config import config_folder, register_schema, to_train_config
 from dflash.drafter.objective import ObjectiveSums
-from dflash.groups import Launch
 from dflash.roles import trainer
 from dflash.roles.votes import Outcome, Votes, fault_code
-from dflash.train import train
 
 POISON = VOCAB_SIZE - 2  # no row of make_rows holds it
 
@@ -44,19 +39,6 @@ def poisoned_rows(path: Path, num_rows: int = 60) -> Path:
 def arguments(target: Path, rows: Path, run_dir: Path, **more: object) -> list[str]:
     epochs = {"train__num_epochs": 2, "train__max_steps": "null", "data__eval_fraction": 0.0}
     return overrides(target, rows, run_dir, **(epochs | more))
-
-
-def run_here(arguments: list[str]) -> None:
-    """The run in this very process."""
-    register_schema()
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        composed = compose("config", overrides=[*arguments, "pipeline=colocated"])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        train(to_train_config(composed), Launch(0, 0, 1))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

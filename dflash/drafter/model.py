@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,15 @@ class Layer(nn.Module):
         return hidden_NBH + self.mlp(self.post_attention_layernorm(hidden_NBH))
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """What all layers share of one micro-batch's blocks: rotary tables, and an attention plan per kind of layer."""
+
+    context_rotary: Rotary
+    block_rotary: Rotary
+    attends: Mapping[LayerType, Attend]
+
+
 class DFlashDrafter(nn.Module):
     """The drafter, with parameter names as served: `fc`, `hidden_norm`, `layers.N…`, `norm`; no embedding, no head.
 
@@ -125,20 +135,32 @@ class DFlashDrafter(nn.Module):
         """Final normed hidden states [N, B, H] of blocks over one packed row.
 
         Shapes: `features_TF` [T, n*H], the target's captured layers; `block_embeddings_NBH` from `embed_blocks`.
-        Everything lies on one device. Rotary tables and attention plans are made here, once for all layers.
+        Everything lies on one device. Its three parts can be called one by one, to time them.
         """
+        assert features_TF.shape == (blocks.num_tokens, self.shape.feature_width), features_TF.shape
+        return self.run_layers(self.project_context(features_TF), block_embeddings_NBH, self.plan(blocks))
+
+    def plan(self, blocks: Blocks) -> BlockPlan:
+        """Rotary tables and attention plans, made once for all layers."""
         shape = self.shape
-        assert features_TF.shape == (blocks.num_tokens, shape.feature_width), features_TF.shape
-        assert block_embeddings_NBH.shape == (blocks.num_blocks, blocks.block_size, shape.hidden_size)
-        context_rotary = Rotary.at(blocks.token_positions, shape.head_dim, shape.rope_theta)
-        block_rotary = Rotary.at(blocks.positions_NB, shape.head_dim, shape.rope_theta)
-        attends = self._plans(blocks)
-        with _precision(features_TF.device):
-            context_TH = self.project_context(features_TF)
+        return BlockPlan(
+            context_rotary=Rotary.at(blocks.token_positions, shape.head_dim, shape.rope_theta),
+            block_rotary=Rotary.at(blocks.positions_NB, shape.head_dim, shape.rope_theta),
+            attends={
+                kind: plan_attention(blocks, visibility, shape.num_attention_heads)
+                for kind, visibility in shape.visibilities.items()
+            },
+        )
+
+    def run_layers(self, context_TH: Tensor, block_embeddings_NBH: Tensor, plan: BlockPlan) -> Tensor:
+        """Final normed hidden states [N, B, H] of the blocks of `plan` over the context of `project_context`."""
+        assert context_TH.shape[:1] == plan.context_rotary.cos.shape[:1], context_TH.shape
+        assert block_embeddings_NBH.shape[:2] == plan.block_rotary.cos.shape[:2], block_embeddings_NBH.shape
+        with _precision(context_TH.device):
             hidden_NBH = block_embeddings_NBH.to(context_TH.dtype)
             for layer in self.layers:
-                context_keys_values = layer.self_attn.keys_values(context_TH, context_rotary)
-                hidden_NBH = layer(hidden_NBH, block_rotary, context_keys_values, attends[layer.kind])
+                context_keys_values = layer.self_attn.keys_values(context_TH, plan.context_rotary)
+                hidden_NBH = layer(hidden_NBH, plan.block_rotary, context_keys_values, plan.attends[layer.kind])
             return self.norm(hidden_NBH)
 
     def project_context(self, features_TF: Tensor) -> Tensor:
@@ -179,13 +201,6 @@ class DFlashDrafter(nn.Module):
                 view = views[layer.kind]
                 hidden_BH = layer(hidden_BH, rotary, view.keys_values(index), view.attend)
             return self.norm(hidden_BH)
-
-    def _plans(self, blocks: Blocks) -> Mapping[LayerType, Attend]:
-        shape = self.shape
-        return {
-            kind: plan_attention(blocks, visibility, shape.num_attention_heads)
-            for kind, visibility in shape.visibilities.items()
-        }
 
 
 def embed_blocks(vocabulary: TargetVocabulary, anchor_tokens_N: Tensor, mask_token_id: int, block_size: int) -> Tensor:

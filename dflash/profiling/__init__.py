@@ -1,1 +1,1 @@
-"""Stage timers and what becomes of them. Imports nothing else of dflash."""
+"""Stage timers, gauges and spans, and what becomes of them. Imports nothing else of dflash."""

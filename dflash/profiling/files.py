@@ -19,13 +19,14 @@ class AppendFile:
     a failed attempt left is cut off again, so that no piece is ever in the file by half.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_quiet: bool = False) -> None:
+        """`is_quiet`: a neighbour in the same folder tells what cannot be written."""
         self._path = path
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._torn_at: int | None = None
-        self._has_warned = False
+        self._has_warned = is_quiet
         with suppress(OSError):  # then opening fails, too, and tells why
             path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -53,7 +54,7 @@ class AppendFile:
             self._num_waiting_bytes = 0
 
     def close(self) -> None:
-        """Try once more to write what waits; what still cannot be written is lost."""
+        """Try once more to write what waits, and need no descriptor until the next piece."""
         self.flush()
         self._close()
 

@@ -37,7 +37,8 @@ class LocalHiddenStates:
         """
         if self.stop_signal is not None:
             return None
-        micro_batch = self._run.micro_batch(self._run.plan.entry(index))
+        with self._stats.stage("data"):
+            micro_batch = self._run.micro_batch(self._run.plan.entry(index))
         buffer = self._producer.pool.acquire()
         assert buffer is not None, "one micro-batch at a time"
         packed = self._producer.produce(micro_batch, buffer, self._stats)
@@ -67,6 +68,7 @@ def run_colocated(run: Run, groups: None, report: RankReport, stop: StopRequest)
     """Train in this process alone to the end of the plan; returns the number of the signal that ended it early."""
     with report.stats.stage("load"):
         producer = Producer.load(run, num_buffers=1)
+        producer.report_side(run, report)
         trainer = DrafterTrainer.load(run, None, report.stats)
     stop.listen()
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dflash.drafter.metrics import Metrics, MetricSums
+from dflash.profiling.charts import WHOLE_PLACE, Charts
 from dflash.profiling.files import AppendFile
 from dflash.profiling.report import RankReport
 from dflash.roles.setup import Run
@@ -35,6 +36,9 @@ class Console:
         self.num_skipped_steps = 0
         self._is_terminal = sys.stderr.isatty()
         self._metrics_file = open_metrics(run.run_dir / METRICS_FILE, run) if is_leader else None
+        # A run of its own, so that the whole overlays the ranks in the chart of one tag.
+        folder = run.run_dir / "tensorboard" / "all"
+        self._whole = Charts(folder, run.first_step, WHOLE_PLACE) if is_leader else None
         self._bar = tqdm(
             total=run.plan.num_steps,
             initial=run.first_step - 1,
@@ -55,6 +59,8 @@ class Console:
         self._bar.close()
         if self._metrics_file is not None:
             self._metrics_file.close()
+        if self._whole is not None:
+            self._whole.close()
 
     @property
     def state(self) -> Tensor:
@@ -72,6 +78,11 @@ class Console:
         self._sums.add_(sums)
         self._num_tokens += num_tokens
         self._bar.update(1)
+
+    def computed(self, num_tokens: int) -> None:
+        """Count a micro-batch of this rank's own, trained on or evaluated, and end the interval if it is over."""
+        self._report.count("throughput/tokens_per_s", num_tokens)
+        self._report.poll()
 
     def skip(self, step: int, faults: str) -> None:
         """Count a step that was left out, and say why."""
@@ -102,7 +113,9 @@ class Console:
                 "tokens_per_s": tokens_per_s,
             }
             self._show("train", step, metrics, scalars, is_partial)
-            self._report.scalars({"throughput/tokens_per_s": tokens_per_s}, step)
+            assert self._whole is not None
+            self._whole.add("throughput/tokens_per_s", tokens_per_s, step)
+            self._whole.flush()
             skipped = f", {self.num_skipped_steps} steps skipped" if self.num_skipped_steps else ""
             self._bar.set_postfix_str(
                 f"loss {metrics.loss:.3f}, accept length {metrics.accept_length:.2f}, "

@@ -11,10 +11,12 @@ from dflash.batch import PackedHiddenStates, PackedLayout
 from dflash.config import OnNonfinite
 from dflash.data.plan import PlanEntry
 from dflash.drafter.metrics import MetricSums
+from dflash.profiling.edges import QueueLevels
 from dflash.profiling.report import RankReport
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.console import Console
 from dflash.roles.peers import LOADING_S, connected
+from dflash.roles.reporting import move_window
 from dflash.roles.saving import Progress, Saving
 from dflash.roles.setup import Run
 from dflash.roles.stopping import StopRequest
@@ -53,8 +55,8 @@ class HiddenStateSource(Protocol):
 class QueuedHiddenStates:
     """The queue, with the time spent on it under its names, and with an ear for this process's stop signals."""
 
-    def __init__(self, queue: HiddenStateQueue, stats: ProfileStats, stop: StopRequest) -> None:
-        self._queue, self._stats, self._stop = queue, stats, stop
+    def __init__(self, queue: HiddenStateQueue, stats: ProfileStats, stop: StopRequest, levels: QueueLevels) -> None:
+        self._queue, self._stats, self._stop, self._levels = queue, stats, stop, levels
         self.complete, self.wait_until, self.busy = queue.complete, queue.pump_until, queue.control.busy
 
     @property
@@ -72,6 +74,7 @@ class QueuedHiddenStates:
         return self._queue.stop_signal
 
     def take(self, index: int) -> PackedHiddenStates | None:
+        self._levels.on_take(self._queue.num_ready)
         with self._stats.stage("starved"):
             return None if self.stop_signal is not None else self._queue.take(index)
 
@@ -89,10 +92,10 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport, stop: StopR
 
     Returns the number of the signal that ended the run early.
     """
-    bounds = run.config.pipeline.queue
-    with connected(run, groups) as control:
-        with control.busy(LOADING_S), report.stats.stage("load"):
-            trainer = DrafterTrainer.load(run, groups, report.stats)
+    bounds, stats = run.config.pipeline.queue, report.stats
+    with connected(run, groups, stats) as control:
+        with control.busy(LOADING_S), stats.stage("load"):
+            trainer = DrafterTrainer.load(run, groups, stats)
 
         def on_wait() -> None:
             report.poll()
@@ -111,15 +114,18 @@ def run_drafter(run: Run, groups: ProcessGroups, report: RankReport, stop: StopR
             device=run.device,
             on_wait=on_wait,
         )
+        levels = QueueLevels()
+        report.sources.append(levels.take_interval)
+        report.sources.append(lambda: {"queue/depth": queue.depth, "queue/bytes": queue.num_bytes})
         stop.listen()
         is_stopped = False
         try:
-            train_drafter(run, trainer, QueuedHiddenStates(queue, report.stats, stop), report)
+            train_drafter(run, trainer, QueuedHiddenStates(queue, stats, stop, levels), report)
         except StopAgreed:
             is_stopped = True
             queue.stop()
         report.scalars({"queue/max_depth": queue.max_depth_seen}, report.step)
-        with report.stats.stage("starved"):
+        with stats.stage("starved"):
             queue.finish(groups.start_barrier)
         # Only now: the votes may have come here before the word that tells the signal, which precedes the goodbyes.
         return queue.stop_signal if is_stopped else None
@@ -144,36 +150,42 @@ def train_drafter(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, 
 
     Raises StopAgreed or NonFinite, on all drafters at the same place, once all that is finished has been saved.
     """
+    stats = report.stats
     with Console(run, trainer.is_leader, report) as console:
         console.restore(trainer.logging_state)
         saving = Saving(run, trainer, console, source.complete)
         try:
             for step in range(run.first_step - run.owes_evaluation, run.last_step + 1):
-                held_out = run.plan.eval_entries(step)
+                with stats.stage("data"):
+                    held_out = run.plan.eval_entries(step)
+                move_window(report, step, source.busy)
                 if step >= run.first_step:
                     outcome = train_step(run, trainer, source, console, step)
                     saving.progress = Progress(step, owes_evaluation=bool(held_out))
                     if step == run.first_step:
-                        saving.reserve()
+                        with stats.stage("checkpoint"):
+                            saving.reserve()
                     raise_if_stopping(outcome)
                 if held_out:
                     outcome = evaluate(run, trainer, source, console, step)
                     saving.progress = Progress(step)
                     raise_if_stopping(outcome)
                 if saving.is_due:
-                    with report.stats.stage("checkpoint"):
+                    with stats.stage("checkpoint"):
                         saving.start()
                 report.poll(step)
         except StopAgreed:
-            saving.finish()
+            with stats.stage("checkpoint"):
+                saving.finish()
             raise
         except NonFinite as fault:
             try:
-                saving.finish()
+                with stats.stage("checkpoint"):
+                    saving.finish()
             except ValueError as error:
                 raise ValueError(f"{fault}; {error}") from error
             raise NonFinite(f"{fault}; all steps before are saved") from fault
-        with report.stats.stage("checkpoint"):
+        with stats.stage("checkpoint"):
             saving.finish()
 
 
@@ -182,8 +194,11 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
 
     Raises StopAgreed when the step was cut off, and NonFinite when it went bad: neither has changed anything.
     """
-    stats, entries = trainer.stats, run.plan.step_entries(step)
+    stats = trainer.stats
+    with stats.stage("data"):
+        entries = run.plan.step_entries(step)
     for place, entry in own_entries(run, entries):
+        stats.subject = (entry.index, step)
         hidden = source.take(entry.index)
         if hidden is None:
             trainer.votes.stop(is_unfinished=True)
@@ -193,8 +208,10 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
         with source.busy(LOADING_S) if is_compiling else nullcontext():
             trainer.accumulate(hidden, entry, place, source.pump)
         source.consumed(hidden)
+        console.computed(run.num_tokens(entry))
     if source.stop_signal is not None:
         trainer.votes.stop(is_unfinished=False)
+    stats.subject = (-1, step)
     with stats.stage("gradient_sync"):
         if not trainer.is_alone:
             source.complete(lambda: trainer.reduce(trainer.flat.buffer))
@@ -216,34 +233,42 @@ def train_step(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, con
 
 def evaluate(run: Run, trainer: DrafterTrainer, source: HiddenStateSource, console: Console, step: int) -> Outcome:
     """Show metrics over the held-out micro-batches of all drafters; returns and raises as `train_step` does."""
-    entries = run.plan.eval_entries(step)
-    terms = run.objective.metric_terms
+    stats, terms = trainer.stats, run.objective.metric_terms
+    with stats.stage("data"):
+        entries = run.plan.eval_entries(step)
     num_metrics = MetricSums.width(run.drafter_shape.block_size, terms)
     total = torch.zeros(num_metrics + Votes.width(len(entries)), dtype=torch.float64, device=run.device)
     metrics, votes = MetricSums(total[:num_metrics], terms), Votes(total[num_metrics:])
     for place, entry in own_entries(run, entries):
+        stats.subject = (entry.index, step)
         hidden = source.take(entry.index)
         if hidden is None:
             votes.stop(is_unfinished=True)
             break
+        # Waiting for hidden states stays apart: a rank that waits is starved, whatever it waits to do.
         # Without gradients it compiles anew on CUDA, at some step of each launch.
-        with source.busy(LOADING_S) if run.device.type == "cuda" else nullcontext():
+        is_compiling = run.device.type == "cuda"
+        with stats.stage("evaluate"), source.busy(LOADING_S) if is_compiling else nullcontext():
             sums, code = trainer.evaluate(hidden, entry, source.pump)
-        metrics.add_(sums)
-        votes.accuse(place, code)
+            metrics.add_(sums)
+            votes.accuse(place, code)
         source.consumed(hidden)
+        console.computed(run.num_tokens(entry))
     if source.stop_signal is not None:
         votes.stop(is_unfinished=False)
-    with trainer.stats.stage("gradient_sync"):
-        if not trainer.is_alone:
-            source.complete(lambda: trainer.reduce(total))
-    pending = votes.to_host()
-    source.wait_until(pending.is_there)
-    outcome = pending.read()
-    raise_if_lost(run, outcome, entries, f"the evaluation after step {step}")
-    if outcome.is_bad:
-        console.warn(f"left out of the evaluation after step {step}: {outcome.describe(entries)}")
-    console.log_evaluation(step, metrics)
+    stats.subject = (-1, step)
+    with stats.stage("evaluate"):
+        with stats.stage("gradient_sync"):
+            if not trainer.is_alone:
+                source.complete(lambda: trainer.reduce(total))
+        with stats.stage("metrics"):
+            pending = votes.to_host()
+            source.wait_until(pending.is_there)
+            outcome = pending.read()
+            raise_if_lost(run, outcome, entries, f"the evaluation after step {step}")
+            if outcome.is_bad:
+                console.warn(f"left out of the evaluation after step {step}: {outcome.describe(entries)}")
+            console.log_evaluation(step, metrics)
     return outcome
 
 

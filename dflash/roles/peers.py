@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dflash.profiling.stats import ProfileStats
 from dflash.roles.setup import Run
 from dflash.transport.connect import connect
 from dflash.transport.control import ControlPlane
@@ -13,9 +14,10 @@ LOADING_S = 1800.0  # how long a rank may be silent while it reads a large model
 
 
 @contextmanager
-def connected(run: Run, groups: ProcessGroups) -> Iterator[ControlPlane]:
+def connected(run: Run, groups: ProcessGroups, stats: ProfileStats) -> Iterator[ControlPlane]:
     """This rank's connections with its peers; whatever ends the loop early is told to them first."""
-    control = connect(run.topology, run.rank, groups.store, peer_timeout_s=run.config.pipeline.peer_timeout_s)
+    with stats.stage("connect"):
+        control = connect(run.topology, run.rank, groups.store, peer_timeout_s=run.config.pipeline.peer_timeout_s)
     try:
         yield control
     except TransportError:

@@ -342,6 +342,10 @@ def prepare(config: TrainConfig, topology: Topology, launch: Launch, device: tor
             f"train.micro_batches_per_step: {config.train.micro_batches_per_step} must be divisible by the number of "
             f"drafter ranks ({topology.num_drafters})"
         )
+    if strangers := [rank for rank in config.profiling.torch.ranks or () if not 0 <= rank < topology.world_size]:
+        raise ValueError(
+            f"profiling.torch.ranks: {strangers[0]} is no rank; allowed here: 0 to {launch.world_size - 1}"
+        )
     train_corpus, eval_corpus, plan = _read_data(config, target_shape, launch.node_leader, agreement, say)
     fingerprint = agreement.once("fingerprint", lambda: train_corpus.fingerprint)
     if train_corpus.fingerprint != fingerprint:

@@ -1,14 +1,19 @@
 """The loop of a target rank: run the frozen target over its micro-batches and send what it captured."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from dflash.batch import MicroBatch, PackedHiddenStates, PackedLayout
+from dflash.data.plan import PlanEntry
+from dflash.profiling.edges import EdgeTimes
 from dflash.profiling.report import RankReport
+from dflash.profiling.side import SideTimes
 from dflash.profiling.stats import ProfileStats
 from dflash.roles.peers import LOADING_S, connected
+from dflash.roles.reporting import move_window
 from dflash.roles.setup import Run
 from dflash.roles.stopping import StopRequest
 from dflash.target.capture import FrozenTarget
@@ -36,10 +41,20 @@ class Producer:
         pool = BufferPool(num_buffers, _largest_num_bytes(run), run.device)
         return cls(target, pool, HiddenStatePacker(pool, run.feature_dtype, run.device))
 
+    def report_side(self, run: Run, report: RankReport) -> None:
+        """Let the report tell of the packer's own stream, on CUDA: the stage `pack` only launches its work."""
+        if self.packer.stream is not None and report.stats.is_on:
+            role = run.topology.role(run.rank).value
+            side = SideTimes("pack", role, run.device, self.packer.stream, report.spans)
+            self.packer.timed = side.timed
+            report.sources.append(side.take_interval)
+
     def produce(self, micro_batch: MicroBatch, buffer: Tensor, stats: ProfileStats) -> PackedHiddenStates:
         """Hidden states of one micro-batch in a buffer of the pool; on CUDA the work is only enqueued."""
+        with stats.stage("host_to_device"):
+            staged = self.target.stage(micro_batch)
         with stats.stage("forward"):
-            captured = self.target.forward(micro_batch)
+            captured = self.target.run(staged)
         with stats.stage("pack"):
             return self.packer.pack(captured, micro_batch, buffer)
 
@@ -50,10 +65,11 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
     Returns the number of the signal that ended the run early. A stop asked of a target is passed on to the drafters,
     who agree on the end; until then it goes on serving.
     """
-    stats, place = report.stats, run.topology.index_in_group(run.rank)
-    with connected(run, groups) as control:
+    stats = report.stats
+    with connected(run, groups, stats) as control:
         with control.busy(LOADING_S), stats.stage("load"):
             producer = Producer.load(run, run.config.pipeline.num_send_buffers)
+            producer.report_side(run, report)
         pool, packer = producer.pool, producer.packer
 
         def on_wait() -> None:
@@ -61,6 +77,8 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
             if stop.signal_number is not None:
                 sender.ask_to_stop(stop.signal_number)
 
+        edges = EdgeTimes(report.spans)
+        report.sources.append(edges.take_interval)
         sender = HiddenStateSender(
             run.topology,
             run.rank,
@@ -69,17 +87,14 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
             device=run.device,
             release=lambda packed: pool.release(packed.buffer),
             on_wait=on_wait,
+            on_delivered=edges.on_delivered,
         )
         stop.listen()
-        step = run.first_step
-        for entry in run.entries():
-            if run.topology.target_of(entry.index) != place:
-                continue
+        for entry, micro_batch in stats.each("data", own_micro_batches(run), lambda own: (own[0].index, own[0].step)):
             if sender.is_over(entry.index):
                 break
             step = entry.step
-            with stats.stage("data"):
-                micro_batch = run.micro_batch(entry)
+            move_window(report, step, control.busy)
             with stats.stage("blocked"):
                 buffer = sender.wait_for_buffer(pool.acquire)
             if sender.is_moot(entry.index):
@@ -100,6 +115,14 @@ def run_target(run: Run, groups: ProcessGroups, report: RankReport, stop: StopRe
             sender.finish(groups.start_barrier)
         packer.raise_if_bad(wait=True)
         return sender.stop_signal if sender.was_stopped else None
+
+
+def own_micro_batches(run: Run) -> Iterator[tuple[PlanEntry, MicroBatch]]:
+    """What this target serves, in order of g."""
+    place = run.topology.index_in_group(run.rank)
+    for entry in run.entries():
+        if run.topology.target_of(entry.index) == place:
+            yield entry, run.micro_batch(entry)
 
 
 def _largest_num_bytes(run: Run) -> int:

@@ -111,13 +111,15 @@ class DrafterTrainer:
         pump()
         with self.stats.stage("backward"):
             sums.loss_sum.backward()
-        self.metrics.add_(sums.metrics)
-        # A sum shows NaN and infinity in one pass over the gradients and without another buffer of their size.
-        gradients_ok = torch.isfinite(self.flat.gradients.sum())
-        # Gradients that were bad before this micro-batch are not its fault.
-        code = fault_code(_is_finite(hidden.features), torch.isfinite(sums.loss_sum), gradients_ok | ~self.gradients_ok)
-        self.votes.accuse(place, code)
-        self.gradients_ok.copy_(gradients_ok)
+        with self.stats.stage("metrics"):
+            self.metrics.add_(sums.metrics)
+            # A sum shows NaN and infinity in one pass over the gradients and without another buffer of their size.
+            gradients_ok = torch.isfinite(self.flat.gradients.sum())
+            # Gradients that were bad before this micro-batch are not its fault.
+            loss_ok = torch.isfinite(sums.loss_sum)
+            code = fault_code(_is_finite(hidden.features), loss_ok, gradients_ok | ~self.gradients_ok)
+            self.votes.accuse(place, code)
+            self.gradients_ok.copy_(gradients_ok)
 
     @torch.no_grad()
     def evaluate(
@@ -188,9 +190,13 @@ class DrafterTrainer:
             anchor_tokens = micro_batch.input_ids[blocks.anchors]
             blocks, slots = blocks.to(run.device), slots.to(run.device)
             anchor_tokens = anchor_tokens.to(run.device, non_blocking=True)
+        with stats.stage("mask"):
+            plan = self.drafter.plan(blocks)
+        with stats.stage("context_projection"):
+            context_TH = self.drafter.project_context(hidden.features[:, : shape.feature_width])
         with stats.stage("layers"):
             embeddings = embed_blocks(self.vocabulary, anchor_tokens, shape.mask_token_id, shape.block_size)
-            hidden_NBH = self.drafter(hidden.features[:, : shape.feature_width], embeddings, blocks)
+            hidden_NBH = self.drafter.run_layers(context_TH, embeddings, plan)
         pump()
         with stats.stage("head_and_loss"):
             # The teacher's hidden state, where the objective needs one, travels behind the drafter's features.

@@ -35,6 +35,19 @@ class CapturedHiddenStates:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedTokens:
+    """Tokens of one micro-batch on the target's device, on CUDA perhaps still on their way there.
+
+    `ids` i64 [num_slots], the padded sub-batches of `shapes` (documents, padded length) end to end; `token_slots_T` as
+    in CapturedHiddenStates.
+    """
+
+    ids: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    token_slots_T: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PaddedPlan:
     """How the documents of one micro-batch are laid out in right-padded sub-batches.
 
@@ -121,12 +134,16 @@ class FrozenTarget:
         for feature, layer in enumerate(target_layer_ids):
             layers[layer].register_forward_hook(self._capture_as(feature))
 
-    @torch.inference_mode()
     def forward(self, micro_batch: MicroBatch) -> CapturedHiddenStates:
         """Run one micro-batch and return its captured hidden states; on CUDA the work is only enqueued.
 
         Raises ValueError when a captured layer gives something else than one hidden state per token.
         """
+        return self.run(self.stage(micro_batch))
+
+    @torch.inference_mode()
+    def stage(self, micro_batch: MicroBatch) -> StagedTokens:
+        """Lay out a micro-batch's tokens and start their way to the device: the first half of `forward`."""
         plan = plan_sub_batches(micro_batch.lengths.numpy(), self._overhead_tokens, self._length_boundary)
         # One transfer carries the padded ids and the slots: [num_slots | T]. Padding is token 0, any would do.
         staging = torch.zeros(
@@ -136,14 +153,18 @@ class FrozenTarget:
         staging[token_slots] = micro_batch.input_ids.long()
         staging[plan.num_slots :] = token_slots
         staged = staging.to(self.device, non_blocking=True)
+        return StagedTokens(staged[: plan.num_slots], plan.shapes, staged[plan.num_slots :])
 
+    @torch.inference_mode()
+    def run(self, staged: StagedTokens) -> CapturedHiddenStates:
+        """Run what was staged: the second half of `forward`, which raises what that does."""
         hidden, start = [], 0
         with _no_packed_sequence_probe():
-            for num_documents, length in plan.shapes:
+            for num_documents, length in staged.shapes:
                 end = start + num_documents * length
-                hidden.append(self._run(staged[start:end].view(num_documents, length)))
+                hidden.append(self._run(staged.ids[start:end].view(num_documents, length)))
                 start = end
-        return CapturedHiddenStates(tuple(hidden), staged[plan.num_slots :])
+        return CapturedHiddenStates(tuple(hidden), staged.token_slots_T)
 
     def _run(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         output = self._decoder(input_ids=input_ids, use_cache=False, return_dict=True)

@@ -1,6 +1,7 @@
 """Gather the captured hidden states of a micro-batch into one pooled buffer, off the forward's stream on CUDA."""
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ class HiddenStatePacker:
         self._verdicts: deque[_Verdict] = deque()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.packed_event: torch.cuda.Event | None = None
+        # Surrounds what is enqueued on `stream` for micro-batch g.
+        self.timed: Callable[[int], AbstractContextManager[None]] = lambda index: nullcontext()
 
     def on_stream(self) -> AbstractContextManager[None]:
         """Enqueue what follows behind the packing; does nothing on CPU, where asking for a stream would start CUDA."""
@@ -99,7 +102,7 @@ class HiddenStatePacker:
             self.raise_if_bad()
             return packed
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), self.timed(micro_batch.index):
             self._fill(packed, captured, micro_batch)
             self.packed_event = self.stream.record_event()
         # The forward's stream allocated these; without this their memory would go to the next forward while read here.

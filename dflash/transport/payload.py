@@ -1,6 +1,7 @@
 """The payload plane: one two-rank process group per edge, one transfer in flight on it, and the receive buffers."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,20 @@ def event_now(device: torch.device) -> torch.cuda.Event | None:
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     # torch.cuda.stream(None) would do nothing too, but start CUDA where a run on CPUs leaves it alone.
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Keep torch.profiler off a transfer.
+
+    Gloo notes a transfer's end where the profiler noted its beginning, in memory that is gone if the profiler has
+    stopped in between: the process then crashes at some later time.
+    """
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 class PayloadChannel:
@@ -53,7 +68,8 @@ class PayloadChannel:
                 self._stream.wait_event(ready)
             packed.trailer[0].fill_(sequence)
             packed.trailer[1].fill_(index)
-            self._work = dist.isend(packed.buffer, self._peer_rank, group=self._group)
+            with _unrecorded():
+                self._work = dist.isend(packed.buffer, self._peer_rank, group=self._group)
 
     def finish_send(self) -> PackedHiddenStates:
         """Ends a send that the peer has confirmed and gives its buffer back."""
@@ -73,7 +89,8 @@ class PayloadChannel:
                 self._host_trailer = packed.trailer
             elif free is not None:
                 self._stream.wait_event(free)
-            self._work = dist.irecv(packed.buffer, self._peer_rank, group=self._group)
+            with _unrecorded():
+                self._work = dist.irecv(packed.buffer, self._peer_rank, group=self._group)
 
     def has_arrived(self) -> bool:
         """Whether the payload being received is complete; never blocks."""

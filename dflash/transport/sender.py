@@ -1,5 +1,6 @@
 """The target's end: packed hidden states go out over this rank's edges."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dflash.transport.messages import Kind, Message
 from dflash.transport.payload import PayloadChannel, event_now
 
 Buffer = TypeVar("Buffer")
+OnDelivered = Callable[[str, int, float, float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class _Edge:
     watermark: int = -1
     num_sent: int = 0
     in_flight: _Outgoing | None = None
+    started_s: float = 0.0  # when it was posted
     waiting: deque[_Outgoing] = field(default_factory=deque)
     stop_after: int | None = None
 
@@ -59,12 +62,18 @@ class HiddenStateSender(Endpoint):
         device: torch.device,
         release: Callable[[PackedHiddenStates], None],
         on_wait: Callable[[], None] = lambda: None,
+        on_delivered: OnDelivered = lambda drafter, index, start_s, end_s, num_bytes: None,
     ) -> None:
-        """`edge_groups` maps this target's (target, drafter) pairs to their two-rank groups."""
+        """`edge_groups` maps this target's (target, drafter) pairs to their two-rank groups.
+
+        `on_delivered(drafter, g, start_s, end_s, num_bytes)` is told of every transfer, from its posting until its
+        confirmation was seen, in seconds of `time.perf_counter`.
+        """
         super().__init__(control, on_wait)
         self._topology = topology
         self._device = device
         self._release = release
+        self._on_delivered = on_delivered
         self._edges: dict[int, _Edge] = {}
         for (target, drafter), group in edge_groups.items():
             assert topology.target_rank(target) == rank
@@ -161,11 +170,13 @@ class HiddenStateSender(Endpoint):
     def _confirm(self, edge: _Edge, message: Message) -> None:
         outgoing = edge.in_flight
         expected = None if outgoing is None else (edge.num_sent - 1, outgoing.index)
-        if (message.sequence, message.index) != expected:
+        if outgoing is None or (message.sequence, message.index) != expected:
             raise ProtocolError(
                 f"{edge.name}: RECEIVED for payload {message.sequence}, g {message.index}; in flight is {expected}"
             )
         edge.in_flight = None
+        name, num_bytes = self._topology.name(edge.drafter_rank), outgoing.packed.layout.num_bytes
+        self._on_delivered(name, message.index, edge.started_s, time.perf_counter(), num_bytes)
         self._release(edge.payload.finish_send())
 
     def _advance(self) -> bool:
@@ -181,6 +192,7 @@ class HiddenStateSender(Endpoint):
     def _start(self, edge: _Edge, outgoing: _Outgoing) -> None:
         """The isend first, then the word about it: a drafter never waits for what has not been posted."""
         packed, layout = outgoing.packed, outgoing.packed.layout
+        edge.started_s = time.perf_counter()
         edge.payload.send(packed, edge.num_sent, outgoing.index, outgoing.ready)
         ready = Message(
             Kind.READY,
