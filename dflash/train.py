@@ -18,10 +18,11 @@ from dflash.config import TrainConfig, config_folder, register_schema, to_train_
 from dflash.groups import Launch, Role, choose_topology
 from dflash.profiling.files import protect_console
 from dflash.profiling.report import RankReport, name_process
+from dflash.roles.agreement import AgreedError, Agreement, OwnError
 from dflash.roles.colocated import run_colocated
 from dflash.roles.drafter import run_drafter
 from dflash.roles.reporting import open_report, show_tables, start_stats
-from dflash.roles.setup import AgreedError, Agreement, OwnError, Run, choose_device, prepare
+from dflash.roles.setup import Run, choose_device, prepare
 from dflash.roles.stopping import StopRequest, dump_stacks_on_request, end_at_once_on_stop_signals, exit_code
 from dflash.roles.target import run_target
 from dflash.transport.errors import TransportError
@@ -72,6 +73,8 @@ def play(run: Run, groups: ProcessGroups | None, report: RankReport) -> int | No
         try:
             signal_number = loop(run, groups, report, StopRequest())
         except BaseException:
+            # To end torch.profiler's window is to wait for the device, which may wait for a peer that is gone.
+            report.window = None
             # What ended the loop is to be told, not what the report may meet on the way out: a disk or a device.
             with suppress(OSError, RuntimeError):
                 report.close()

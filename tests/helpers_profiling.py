@@ -1,8 +1,10 @@
 """A clock and a CUDA device that only go on when told to, and heads of spans files."""
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
 
-from dflash.profiling.spans import ClockOffset, SpansHead
+from dflash.profiling.spans import ClockOffset, Span, SpansHead, read_blocks
 
 
 class Clock:
@@ -56,3 +58,16 @@ class FakeEvent:
 
 def head(rank: int, role: str, offset_s: float = 0.0, epoch_s: float = 1000.0, launch: int = 7) -> SpansHead:
     return SpansHead(f"{role}-{rank}", role, rank, 4000 + rank, launch, ClockOffset(offset_s, 2e-6, epoch_s))
+
+
+def read_spans(path: Path) -> Iterator[tuple[SpansHead, list[Span]]]:
+    """(head, spans) of every launch's stretch of a file."""
+    stretch: tuple[SpansHead, list[Span]] | None = None
+    for head, spans in read_blocks(path):
+        if stretch is None or head is not stretch[0]:
+            if stretch is not None:
+                yield stretch
+            stretch = head, []
+        stretch[1].extend(spans)
+    if stretch is not None:
+        yield stretch

@@ -153,6 +153,8 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in READING_METHODS and self._reads.is_on_device(args[:1]):
+        # A name, which is not how the run's own device is given, though that is the CPU here.
+        is_to_host = name == "to" and "cpu" in [where for where in args[1:2] if isinstance(where, str)]
+        if (is_to_host or name in READING_METHODS) and self._reads.is_on_device(args[:1]):
             self._reads.note(f"Tensor.{name}")
         return func(*args, **(kwargs or {}))

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from dflash.batch import MicroBatch, PackedLayout
-from dflash.target.capture import FrozenTarget
+from dflash.target.capture import CapturedHiddenStates, FrozenTarget
 
 VOCAB_SIZE = 97
 HIDDEN_SIZE = 32
@@ -47,6 +47,11 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+
+
+def forward(target: FrozenTarget, micro_batch: MicroBatch) -> CapturedHiddenStates:
+    """Hidden states of one micro-batch."""
+    return target.run(target.stage(micro_batch))
 
 
 def tiny_target(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_profiling import Clock, FakeEvent, head
+from helpers_profiling import Clock, FakeEvent, head, read_spans
 from helpers_run import scalars
 
 from dflash.groups import choose_topology
 from dflash.profiling.records import record_path
 from dflash.profiling.report import GroupCharts, RankReport
 from dflash.profiling.side import SideTimes
-from dflash.profiling.spans import Span, SpanWriter, read_spans, span_files
+from dflash.profiling.spans import Span, SpanWriter, span_files
 from dflash.profiling.stats import ProfileStats
 from dflash.profiling.tables import summary_line
-from dflash.profiling.totals import OTHER, wall_s
+from dflash.profiling.totals import OTHER, StageTotals, wall_s
 from dflash.roles.target import Producer
 from dflash.target.packing import BufferPool, HiddenStatePacker
 
@@ -57,6 +57,8 @@ def test_events_partition_the_devices_time_and_the_host_only_looks(fake_cuda: to
     assert wall_s(totals) == pytest.approx(0.050)
     assert totals["forward"].launch_s == pytest.approx(0.003) and totals[OTHER].launch_s == 0
     assert "host 7%" in summary_line("target-0", totals, has_launches=stats.has_device_clock)
+    waiting = {"optimizer": StageTotals(3, 0.03, 1.2, 0.01, 0.01, 0.01)}  # of the host, for the device
+    assert "host" not in summary_line("drafter-1", waiting, has_launches=True)
     assert spans[0] == ("forward/layers", pytest.approx(100.003), pytest.approx(100.043))
     num_made = FakeEvent.num_made
     for _ in range(50):

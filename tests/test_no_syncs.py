@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_environment import WatchedRun
+from helpers_profiling import read_spans
 from helpers_run import make_rows, make_target, overrides
 from helpers_syncs import DeviceReads, Read, drafter_roots, target_roots
 from hydra import compose, initialize_config_dir
@@ -21,12 +22,12 @@ from dflash.drafter.metrics import MetricSums
 from dflash.drafter.model import DFlashDrafter
 from dflash.groups import Launch, choose_topology
 from dflash.profiling.report import RankReport
-from dflash.profiling.spans import read_spans
+from dflash.roles.agreement import Agreement
 from dflash.roles.colocated import LocalHiddenStates
 from dflash.roles.console import Console
 from dflash.roles.drafter import train_drafter, train_step
 from dflash.roles.reporting import open_report, start_stats
-from dflash.roles.setup import Agreement, Run, choose_device, prepare
+from dflash.roles.setup import Run, choose_device, prepare
 from dflash.roles.stopping import StopRequest
 from dflash.roles.target import Producer
 from dflash.roles.trainer import DrafterTrainer
@@ -35,7 +36,8 @@ from dflash.target.packing import BufferPool, HiddenStatePacker, _Verdict
 
 # Where a device's values reach the host on purpose.
 ALLOWED = {
-    # On CUDA these wait for nothing: the value comes over in pinned memory and is read when its event has passed.
+    # On CUDA neither blocks: the value comes over in pinned memory and is read when its event has passed; for the
+    # outcome of a step the loop goes on looking after its edges until then.
     "votes.py:read": "the outcome of a step, which the host has to know before the next one",
     "packing.py:_raise_on": "whether a micro-batch's features were all zero",
     # On the rank that shows them, and after no other steps than these.
@@ -268,9 +270,10 @@ def first(output: object) -> torch.Tensor:
         (plant_in_target(lambda output: first(output).nonzero()), "aten::nonzero", "forward"),
         (plant_in_target(lambda output: first(output)[first(output) > 0]), "aten::index.Tensor", "forward"),
         (plant_in_target(lambda output: first(output).cpu()), "Tensor.cpu", "forward"),
+        (plant_in_target(lambda output: first(output).to("cpu")), "Tensor.to", "forward"),
         (plant_in_target(lambda output: first(output)[0, 0].tolist()), "Tensor.tolist", "forward"),
     ],
-    ids=["item", "branch", "backward", "nonzero", "mask", "cpu", "tolist"],
+    ids=["item", "branch", "backward", "nonzero", "mask", "cpu", "to-cpu", "tolist"],
 )
 def test_a_planted_read_is_found_with_its_stage(
     plant: Callable[[pytest.MonkeyPatch], None],

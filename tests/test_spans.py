@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers_profiling import head
+from helpers_profiling import head, read_spans
 
-from dflash.profiling.spans import NONE, Span, SpanWriter, read_spans, span_files
+from dflash.profiling.spans import NONE, Span, SpanWriter, span_files
 
 
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:

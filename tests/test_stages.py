@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_profiling import read_spans
 from helpers_run import launch, make_rows, make_target, overrides, run_here, scalars
 
 import dflash.train
 from dflash.profiling.records import record_path
-from dflash.profiling.spans import read_spans, span_files
+from dflash.profiling.spans import span_files
 from dflash.profiling.totals import OTHER, StageTotals, wall_s
+from dflash.profiling.window import ProfilerWindow
+from dflash.roles.agreement import OwnError
 from dflash.roles.trainer import DrafterTrainer
 
 TARGET_STAGES = {"prepare", "connect", "load", "data", "blocked", "host_to_device", "forward", "pack", "send", OTHER}
@@ -72,7 +75,7 @@ def test_stages_sum_to_the_wall_time(finished: tuple[Path, str], name: str, stag
     assert {path for path in run if "/" not in path} == stages
     # The day's clock, read when a line is written, against the stages' own. A rank may lose its core in between.
     prepared_s = run["prepare"].total_s
-    assert wall_s(run) - prepared_s == pytest.approx(last["time"] - first["time"], rel=0.01, abs=0.3)
+    assert wall_s(run) - prepared_s == pytest.approx(last["time"] - first["time"], rel=0.01, abs=0.1)
     assert sum(wall_s(totals_of(record)) for record in intervals) == pytest.approx(wall_s(run), rel=1e-4)
     assert len(intervals) >= 3
     accounted_s = -prepared_s
@@ -109,7 +112,7 @@ def test_every_second_from_the_launch_on_has_its_stage(tmp_path: Path, monkeypat
     prepare = dflash.train.prepare
 
     def prepare_slowly(*arguments: Any) -> Any:
-        time.sleep(1.5)
+        time.sleep(5.0)
         return prepare(*arguments)
 
     monkeypatch.setattr(dflash.train, "prepare", prepare_slowly)
@@ -117,11 +120,40 @@ def test_every_second_from_the_launch_on_has_its_stage(tmp_path: Path, monkeypat
     keys = overrides(target, rows, tmp_path / "run", train__max_steps=4, profiling__interval_s=0.5)
     seconds = run_here([*keys, "profiling=full"])
     run = totals_of(records(tmp_path / "run", "colocated-0")[-1])
-    assert wall_s(run) == pytest.approx(seconds, rel=0.01, abs=0.3)
-    assert run["prepare"].count == 1 and 1.5 <= run["prepare"].total_s < wall_s(run)
+    assert wall_s(run) == pytest.approx(seconds, rel=0.01)
+    assert run["prepare"].count == 1 and 5.0 <= run["prepare"].total_s < wall_s(run)
     ((_, spans),) = read_spans(span_files(tmp_path / "run")[0])
     prepared = spans[0]
     assert (prepared.name, prepared.duration_ns / 1e9) == ("prepare", pytest.approx(run["prepare"].total_s, abs=1e-5))
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending torch.profiler's window waits for the device without a bound."""
+    ended = []
+    monkeypatch.setattr(ProfilerWindow, "move", lambda self, step: None)
+    monkeypatch.setattr(ProfilerWindow, "close", lambda self: ended.append(self))
+    keys = overrides(make_target(tmp_path / "target"), make_rows(tmp_path / "rows.jsonl", 60), tmp_path / "run")
+    keys += ["train.max_steps=1", "profiling.torch.start_step=1"]
+    run_here(keys)
+    assert len(ended) == 1, "it ends where all goes well"
+
+    def fail(*arguments: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(DrafterTrainer, "accumulate", fail)
+    with pytest.raises(OwnError, match="planted"):
+        run_here([*keys, f"run_dir={tmp_path / 'failed'}"])
+    assert len(ended) == 1
+
+
+def test_a_peer_lost_while_clocks_are_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(rank: int, world_size: int) -> None:
+        raise ConnectionError("a rank was lost")
+
+    monkeypatch.setattr("dflash.roles.reporting.measure_offset", lose)
+    keys = overrides(make_target(tmp_path / "target"), make_rows(tmp_path / "rows.jsonl", 60), tmp_path / "run")
+    with pytest.raises(OwnError, match="colocated-0: a rank was lost"):
+        run_here([*keys, "profiling=full"])
 
 
 def test_no_step_and_no_evaluation_holds_an_interval_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from helpers_target import (
     VOCAB_SIZE,
     buffer_bytes,
     features_alone,
+    forward,
     micro_batch_of,
     tiny_target,
 )
@@ -30,7 +31,7 @@ ARCHITECTURES = ["llama", "qwen3", "qwen3_sliding", "gemma2", "gemma3", "granite
 def packed_features(target: FrozenTarget, micro_batch: MicroBatch) -> Tensor:
     pool = BufferPool(1, buffer_bytes(micro_batch, target), CPU)
     packer = HiddenStatePacker(pool, target.feature_dtype, CPU)
-    return packer.pack(target.forward(micro_batch), micro_batch, pool.acquire()).features
+    return packer.pack(forward(target, micro_batch), micro_batch, pool.acquire()).features
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
@@ -129,7 +130,7 @@ def test_no_mask_is_built_for_full_attention_and_no_position_is_read(monkeypatch
         raise AssertionError("this look at the position ids synchronises the device")
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", probe)
-    target.forward(micro_batch_of([3, 5]))
+    forward(target, micro_batch_of([3, 5]))
     assert masks == [None]
     assert masking_utils.find_packed_sequence_indices is probe, "put back after the forward"
 
@@ -147,7 +148,7 @@ def test_layers_that_give_no_hidden_state_per_token_are_a_value_error():
     model: PreTrainedModel = tiny_target("llama")
     model.model.layers[1].register_forward_hook(lambda module, args, output: output[None])
     with pytest.raises(ValueError, match="not one hidden state of 32 per token"):
-        FrozenTarget(model, [1]).forward(micro_batch_of([3]))
+        forward(FrozenTarget(model, [1]), micro_batch_of([3]))
 
 
 def cheapest_split(lengths: list[int], overhead: int) -> int:

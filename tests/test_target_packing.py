@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers_target import buffer_bytes, features_alone, micro_batch_of, tiny_target
+from helpers_target import buffer_bytes, features_alone, forward, micro_batch_of, tiny_target
 
 from dflash.batch import PackedHiddenStates
 from dflash.target.capture import CapturedHiddenStates, FrozenTarget
@@ -37,7 +37,7 @@ def test_every_section_is_written_in_the_documents_own_order():
     target = FrozenTarget(tiny_target("llama"), IDS)
     target._overhead_tokens = 1
     micro_batch = micro_batch_of([40, 3, 17, 3, 1], index=11)
-    captured = target.forward(micro_batch)
+    captured = forward(target, micro_batch)
     assert len(captured.hidden) > 1, "several sub-batches, or the order is not put to the test"
     pool = BufferPool(1, buffer_bytes(micro_batch, target) + 100, CPU)
     buffer = pool.acquire()
@@ -55,7 +55,7 @@ def test_every_section_is_written_in_the_documents_own_order():
 def test_packing_copies_the_captured_bits():
     target = FrozenTarget(tiny_target("llama").bfloat16(), IDS)
     micro_batch = micro_batch_of([6, 6, 6])
-    captured = target.forward(micro_batch)
+    captured = forward(target, micro_batch)
     pool = BufferPool(1, buffer_bytes(micro_batch, target), CPU)
     packed = HiddenStatePacker(pool, target.feature_dtype, CPU).pack(captured, micro_batch, pool.acquire())
     assert torch.equal(packed.features, torch.cat([hidden.flatten(0, 1) for hidden in captured.hidden[0]], dim=-1))
@@ -66,9 +66,9 @@ def test_a_reused_buffer_holds_only_the_newer_micro_batch():
     large, small = micro_batch_of([30, 21]), micro_batch_of([4, 9, 1], index=1, seed=5)
     pool = BufferPool(1, buffer_bytes(large, target), CPU)
     packer = HiddenStatePacker(pool, target.feature_dtype, CPU)
-    first = packer.pack(target.forward(large), large, pool.acquire())
+    first = packer.pack(forward(target, large), large, pool.acquire())
     pool.release(first.buffer)
-    second = packer.pack(target.forward(small), small, pool.acquire())
+    second = packer.pack(forward(target, small), small, pool.acquire())
     assert second.buffer.data_ptr() == first.buffer.data_ptr()
     expected = features_alone(tiny_target("qwen3"), small, IDS)
     assert (second.features - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -79,7 +79,7 @@ def test_packed_features_can_be_trained_on():
     micro_batch = micro_batch_of([4, 9])
     pool = BufferPool(1, buffer_bytes(micro_batch, target), CPU)
     packed = HiddenStatePacker(pool, target.feature_dtype, CPU).pack(
-        target.forward(micro_batch), micro_batch, pool.acquire()
+        forward(target, micro_batch), micro_batch, pool.acquire()
     )
     weight = torch.ones(target.feature_width, 2, requires_grad=True)
     (packed.features @ weight).sum().backward()
@@ -92,7 +92,7 @@ def test_a_micro_batch_too_large_for_the_buffers_is_our_mistake():
     pool = BufferPool(1, buffer_bytes(micro_batch, target) - 1, CPU)
     with pytest.raises(AssertionError, match="micro-batch 0 needs"):
         HiddenStatePacker(pool, target.feature_dtype, CPU).pack(
-            target.forward(micro_batch), micro_batch, pool.acquire()
+            forward(target, micro_batch), micro_batch, pool.acquire()
         )
 
 
@@ -136,5 +136,5 @@ def test_a_broken_target_is_found_through_its_features():
     pool = BufferPool(1, buffer_bytes(micro_batch, target), CPU)
     with pytest.raises(ValueError, match=r"all zero.*\[1000, 1007\]"):
         HiddenStatePacker(pool, target.feature_dtype, CPU).pack(
-            target.forward(micro_batch), micro_batch, pool.acquire()
+            forward(target, micro_batch), micro_batch, pool.acquire()
         )

@@ -273,5 +273,5 @@ def test_torch_profiler_records_its_window_once(tmp_path: Path) -> None:
         dims = [event["args"].get("Input Dims") for event in json.load(file)["traceEvents"] if "args" in event]
     assert {number for number in range(1, 8) if [[number, 11]] in dims or [[number, 11], []] in dims} == {3, 4}
     late = ProfilerWindow(tmp_path, "drafter-2", torch.device("cpu"), start_step=3, num_steps=2)
-    assert late.move(9) is None and not late.is_due(10) and late.close() is None
+    assert "recorded nothing" in (late.move(9) or "") and not late.is_due(10) and late.close() is None
     assert os.listdir(tmp_path / "torch_profiler") == ["drafter-1.json.gz"]

@@ -1,6 +1,7 @@
 """The verdict's arithmetic, from records whose figures are known exactly."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -291,13 +292,20 @@ def test_predictions_hold_for_the_order_in_which_ranks_work(
         assert split["tokens_per_s"] == pytest.approx(reached, rel=0.04), split
 
 
+def test_what_slows_ranks_down_for_the_check_still_fits_them() -> None:
+    program = "import check_verdict; check_verdict.slow_down(check_verdict.CASES['alike'])"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_process_is_told_what_two_would_give(tmp_path: Path) -> None:
     write_rank(tmp_path, "colocated-0", {"forward": 0.25, "layers": 0.75}, 300, ranks=("colocated-0",))
     found, text = verdict(tmp_path)
     (split,) = found["splits"]
     assert (split["num_targets"], split["num_drafters"]) == (1, 1)
     assert split["tokens_per_s"] == pytest.approx(400) and split["limited_by"] == "drafter"
-    assert found["tokens_per_s"] == pytest.approx(300)
+    assert found["tokens_per_s"] == pytest.approx(300) and found["stages"].keys() == {"both"}
 
 
 def test_a_split_that_the_trainer_refuses_is_not_best(tmp_path: Path) -> None:

@@ -30,11 +30,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dflash.config import TrainConfig, config_folder, register_schema, to_train_config
 from dflash.groups import Launch, choose_topology
 from dflash.profiling.stats import ProfileStats
+from dflash.roles.agreement import Agreement
 from dflash.roles.colocated import LocalHiddenStates
 from dflash.roles.console import Console
 from dflash.roles.drafter import train_step
 from dflash.roles.reporting import open_report
-from dflash.roles.setup import Agreement, Run, choose_device, prepare
+from dflash.roles.setup import Run, choose_device, prepare
 from dflash.roles.stopping import StopRequest
 from dflash.roles.target import Producer
 from dflash.roles.trainer import DrafterTrainer

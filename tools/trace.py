@@ -113,15 +113,15 @@ def _shift_ns(head: SpansHead) -> int:
     return round((head.clock.offset_s + head.clock.epoch_s) * 1e9)
 
 
-def trace_events(ranks: list[RankSpans]) -> Iterator[Event]:
+def trace_events(ranks: list[RankSpans], ways: list["Journey"]) -> Iterator[Event]:
     """Events in the Trace Event Format: https://perfetto.dev/docs/getting-started/other-formats."""
     for rank in ranks:
         yield from _names(rank)
         yield from _stage_slices(rank)
         yield from _group_slices(rank, MICRO_BATCHES, "g")
         yield from _group_slices(rank, STEPS, "step")
-    yield from _arrows(ranks)
-    yield from _on_the_way(ranks)
+    yield from _arrows(ways)
+    yield from _on_the_way(ways)
 
 
 def _names(rank: RankSpans) -> Iterator[Event]:
@@ -224,9 +224,9 @@ def journeys(ranks: list[RankSpans]) -> list[Journey]:
     return [found[key] for key in sorted(found)]
 
 
-def _arrows(ranks: list[RankSpans]) -> Iterator[Event]:
+def _arrows(ways: list[Journey]) -> Iterator[Event]:
     """Flow arrows; each end lies in the middle of its slice, which makes it that slice's beyond doubt."""
-    for number, journey in enumerate(journeys(ranks)):  # g alone is not one arrow: a resumed launch may do it again
+    for number, journey in enumerate(ways):  # g alone is not one arrow: a resumed launch may do it again
         common = {"cat": "micro-batch", "name": f"g {journey.index}", "id": number, "tid": STAGES}
         ends = (("s", journey.source, journey.sent), ("f", journey.destination, journey.taken))
         for phase, pid, span in ends:
@@ -234,10 +234,10 @@ def _arrows(ranks: list[RankSpans]) -> Iterator[Event]:
             yield {**common, **binding, "ph": phase, "pid": pid, "ts": span.start_us + span.duration_us / 2}
 
 
-def _on_the_way(ranks: list[RankSpans]) -> Iterator[Event]:
+def _on_the_way(ways: list[Journey]) -> Iterator[Event]:
     """Per drafter, a counter of micro-batches that have been sent and wait to be trained on."""
     changes: dict[int, list[tuple[float, int]]] = {}
-    for journey in journeys(ranks):
+    for journey in ways:
         changes.setdefault(journey.destination, []).append((journey.sent.end_us, 1))
         changes[journey.destination].append((max(journey.taken.start_us, journey.sent.end_us), -1))
     for pid, moves in changes.items():
@@ -247,9 +247,8 @@ def _on_the_way(ranks: list[RankSpans]) -> Iterator[Event]:
             yield {"ph": "C", "pid": pid, "tid": 0, "name": "sent and waiting", "ts": at_us, "args": {"count": count}}
 
 
-def describe(ranks: list[RankSpans]) -> str:
+def describe(ranks: list[RankSpans], ways: list[Journey]) -> str:
     """One line on what the timeline holds and how far its clocks can be trusted."""
-    ways = journeys(ranks)
     num_spans = sum(len(rank.spans) for rank in ranks)
     end_us = max((span.end_us for rank in ranks for span in rank.spans), default=0.0)
     error_us = max(rank.head.clock.error_s for rank in ranks) * 1e6
@@ -294,10 +293,11 @@ def main() -> None:
     output = arguments.output or arguments.run_dir / "trace.json.gz"
     try:
         ranks = read_run(arguments.run_dir, arguments.from_s, arguments.seconds)
-        write(output, trace_events(ranks))
+        ways = journeys(ranks)
+        write(output, trace_events(ranks, ways))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{describe(ranks)}\nwrote {output}; open it in https://ui.perfetto.dev")
+    print(f"{describe(ranks, ways)}\nwrote {output}; open it in https://ui.perfetto.dev")
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def judge(figures: RunFigures) -> Verdict:
         waiting_for_one_another=waits_for_one_another(roles["drafter"]),
         shortfall=1 - efficiency,
         look_first=look_first(roles[limiting], limiting, is_colocated, waiting),
-        stages=shares,
+        stages={"both": shares["drafter"]} if is_colocated else shares,
         slowest_rank={role: slowest_rank(ranks, role) for role, ranks in roles.items() if len(ranks) > 1},
         slowest_edge=slowest_edge(figures),
         queue=queue_levels(figures),
@@ -298,18 +298,19 @@ def slowest_rank(ranks: list[RankRun], role: str) -> dict[str, Any]:
 
 
 def slowest_edge(figures: RunFigures) -> dict[str, Any] | None:
-    """The edge on which a transfer takes longest, of several; None when no rank told."""
+    """The edge on which a transfer takes longest; None when no rank told."""
     found = {}
     for rank in figures.ranks:
         tags = {tag for i in rank.intervals for tag in i.gauges if tag.startswith("edge/") and tag.endswith("_ms")}
         for tag in tags:
-            mean_ms = mean_gauge([rank], tag)
-            assert mean_ms is not None
-            found[f"{rank.name} -> {tag.split('/')[1]}"] = mean_ms
-    if len(found) < 2:  # of one alone the time says little: mostly how long the target is busy before it looks again
+            transfer_ms = mean_gauge([rank], tag)
+            assert transfer_ms is not None
+            found[f"{rank.name} -> {tag.split('/')[1]}"] = transfer_ms
+    if not found:
         return None
-    name = max(found, key=lambda edge: found[edge])
-    return {"edge": name, "transfer_ms": found[name], "times_mean": found[name] / statistics.fmean(found.values())}
+    name, mean_ms = max(found.items(), key=lambda edge: edge[1])
+    times_mean = mean_ms / statistics.fmean(found.values())
+    return {"edge": name, "of": len(found), "transfer_ms": mean_ms, "times_mean": times_mean}
 
 
 def queue_levels(figures: RunFigures) -> dict[str, float]:

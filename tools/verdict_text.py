@@ -7,6 +7,7 @@ if TYPE_CHECKING:
 
 _SHOWN_STAGES = 6
 _SLOW = 1.1
+_LAUNCHING = 1.05  # beyond it the host does not launch but waits for the device
 
 
 def describe(verdict: "Verdict") -> str:
@@ -68,7 +69,7 @@ def _where_to_look(verdict: "Verdict") -> list[str]:
         lines = []
     stage = f"the {look['role']}'s `{look['stage']}`, {look['share_of_work']:.0%} of its work, {look['ms']:.1f} ms each"
     lines.append(f"Look first at {stage}.")
-    if look["host_share"] is not None and look["host_share"] > 0.9:
+    if look["host_share"] is not None and 0.9 < look["host_share"] <= _LAUNCHING:
         lines.append(
             f"The host is busy launching it {look['host_share']:.0%} of that time: launches limit it, not the GPU."
         )
@@ -97,7 +98,8 @@ def _ranks_and_queue(verdict: "Verdict") -> list[str]:
         edge = verdict.slowest_edge
         lines.append(
             f"slowest edge: {edge['edge']}, {edge['transfer_ms']:.1f} ms until a transfer is confirmed, "
-            f"{edge['times_mean']:.2f} times the mean"
+            + (f"{edge['times_mean']:.2f} times the mean" if edge["of"] > 1 else "the only one")
+            + " (what the target did before it looked is in it)"
         )
     queue = verdict.queue
     if "ready_at_take" in queue:

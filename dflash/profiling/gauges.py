@@ -20,7 +20,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MAX_FILE_BYTES = 1 << 16
 _MAX_HEAP_S = 0.3e-3
 # Counters that only grow, of torch.cuda.memory_stats; under expandable segments the first two count the mapping and
-# unmapping of pages into a segment, otherwise cudaMalloc and cudaFree. Each stops all work of the device.
+# unmapping of pages into a segment, otherwise cudaMalloc and cudaFree, which may stop all work of the device.
 _CUDA_COUNTERS = {
     "num_device_alloc": "memory/segments_mapped",
     "num_device_free": "memory/segments_unmapped",
@@ -40,9 +40,9 @@ class _Mallinfo2(ctypes.Structure):
 class Gauges:
     """Scalars of this process, its allocators, its GPU and its machine's network.
 
-    `sample` runs in the caller's thread, takes well below a millisecond and never waits for the device. Counters are
-    told per second, or per interval where they should be 0, since the sample before. What a system does not
-    tell is left out, and so is the C heap once telling about it has taken longer than 0.3 ms.
+    `sample` runs in the caller's thread, takes a millisecond at most, unless there are hundreds of threads, and never
+    waits for the device. Counters are told per second, or per interval where they should be 0, since the sample before.
+    What a system does not tell is left out, and so is the C heap once telling about it has taken longer than 0.3 ms.
     """
 
     def __init__(

@@ -89,12 +89,18 @@ class RankReport:
         self._due = time.monotonic() + interval_s
         self._step = first_step
         self._counts: dict[str, float] = {}
+        self._told_tags: set[str] = set()
         self._ended: deque[_Ended] = deque()
         if group is not None:
             self._charts.add_summary(group.layout, first_step)
             self._charts.flush()
 
     def scalars(self, values: dict[str, float], step: int) -> None:
+        """Chart what the loop tells at steps of its own choice, and from now on nobody else does."""
+        self._told_tags.update(values)
+        self._chart(values, step)
+
+    def _chart(self, values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
             self._charts.add(tag, value, step)
         self._charts.flush()
@@ -128,10 +134,12 @@ class RankReport:
         A device that has failed does not keep what is known without it from being written: the first error is raised
         at the end.
         """
-        tasks: list[Callable[[], None]] = [self._close_window]
+        tasks: list[Callable[[], None]] = []
         if self._records is not None:
             finish = partial(self.stats.finish, _DEVICE_PATIENCE_S)
             tasks += [self._end_interval, finish, self._write_intervals, self._write_run]
+        # Behind the totals, which the rank with the console waits for: writing a trace may take long.
+        tasks.append(self._close_window)
         sinks = (self._records, self.spans, self._charts, self._log)
         _do_all([*tasks, *(sink.close for sink in sinks if sink is not None)])
 
@@ -162,7 +170,8 @@ class RankReport:
         rates = {tag: amount / max(wall_s(totals), 1e-9) for tag, amount in ended.counts.items()}
         self.line(summary_line(self._name, totals, rates, has_launches))
         self._records.interval(ended.step, totals, rates, dict(ended.gauges))
-        values: dict[str, float] = {**rates, **ended.gauges}
+        untold = ended.gauges.keys() - self._told_tags
+        values: dict[str, float] = {**rates, **{tag: ended.gauges[tag] for tag in sorted(untold)}}
         for path, stage in totals.items():
             if stage.count:  # no occurrence ended: there is a share of the time, but no length
                 values[f"stage/{self._role}/{path}_ms"] = stage.mean_s * 1e3
@@ -171,7 +180,7 @@ class RankReport:
                 if has_launches:
                     values[f"launch/{self._role}/{path}_ms"] = stage.launch_s / stage.count * 1e3
         values |= {f"share/{self._role}/{path}": share for path, share in shares(totals).items()}
-        self.scalars(values, ended.step)
+        self._chart(values, ended.step)
         if self.spans is not None:
             self.spans.flush()
         if self._group is not None:

@@ -165,26 +165,11 @@ def span_files(run_dir: Path) -> list[Path]:
     )
 
 
-def read_spans(path: Path) -> Iterator[tuple[SpansHead, list[Span]]]:
-    """(head, spans) of every launch's stretch of a file; raises ValueError for what is no such file.
-
-    The last piece may be torn, since a rank can be killed in the middle of it: it is left out.
-    """
-    stretch: tuple[SpansHead, list[Span]] | None = None
-    for head, spans in read_blocks(path):
-        if stretch is None or head is not stretch[0]:
-            if stretch is not None:
-                yield stretch
-            stretch = head, []
-        stretch[1].extend(spans)
-    if stretch is not None:
-        yield stretch
-
-
 def read_blocks(path: Path) -> Iterator[tuple[SpansHead, Iterator[Span]]]:
-    """As `read_spans`, piece by piece, for those who do not keep all spans; a head comes once without any first.
+    """(head, spans) of each block of a file, piece by piece; raises ValueError for what is no such file.
 
-    Spans of a block can be had until the next one is asked for.
+    A launch's head comes once without any spans first. Those of a block can be had until the next one is asked for. The
+    last piece may be torn, since a rank can be killed in the middle of it: it is left out.
     """
     data = memoryview(path.read_bytes())
     if data and data[0] != _HEAD:

@@ -39,7 +39,7 @@ class ProfilerWindow:
             return self._write()
         if step >= self._end_step:
             self._is_over = True
-            return None
+            return f"torch.profiler recorded nothing: this rank comes to step {step} after its window"
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

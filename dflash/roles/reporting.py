@@ -13,6 +13,7 @@ from dflash.profiling.report import GroupCharts, RankReport, final_tables
 from dflash.profiling.spans import SpansHead, SpanWriter
 from dflash.profiling.stats import ProfileStats
 from dflash.profiling.window import ProfilerWindow
+from dflash.roles.agreement import OwnError
 from dflash.roles.peers import LOADING_S
 from dflash.roles.setup import Run
 
@@ -28,7 +29,10 @@ def open_report(run: Run, stats: ProfileStats) -> RankReport:
     roles = {topology.name(rank): topology.role(rank).value for rank in range(topology.world_size)}
     role = topology.role(run.rank).value
     if run.config.profiling.level is ProfilingLevel.full:
-        clock, launch = measure_offset(run.rank, topology.world_size)
+        try:
+            clock, launch = measure_offset(run.rank, topology.world_size)
+        except ConnectionError as error:
+            raise OwnError(f"{run.name}: {error}") from error
         spans = SpanWriter(run.run_dir, SpansHead(run.name, role, run.rank, os.getpid(), launch, clock))
         stats.on_span = spans.on_span
     shows_groups = stats.is_on and _is_console(run)

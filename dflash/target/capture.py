@@ -134,16 +134,9 @@ class FrozenTarget:
         for feature, layer in enumerate(target_layer_ids):
             layers[layer].register_forward_hook(self._capture_as(feature))
 
-    def forward(self, micro_batch: MicroBatch) -> CapturedHiddenStates:
-        """Run one micro-batch and return its captured hidden states; on CUDA the work is only enqueued.
-
-        Raises ValueError when a captured layer gives something else than one hidden state per token.
-        """
-        return self.run(self.stage(micro_batch))
-
     @torch.inference_mode()
     def stage(self, micro_batch: MicroBatch) -> StagedTokens:
-        """Lay out a micro-batch's tokens and start their way to the device: the first half of `forward`."""
+        """Lay out a micro-batch's tokens and start their way to the device."""
         plan = plan_sub_batches(micro_batch.lengths.numpy(), self._overhead_tokens, self._length_boundary)
         # One transfer carries the padded ids and the slots: [num_slots | T]. Padding is token 0, any would do.
         staging = torch.zeros(
@@ -157,7 +150,10 @@ class FrozenTarget:
 
     @torch.inference_mode()
     def run(self, staged: StagedTokens) -> CapturedHiddenStates:
-        """Run what was staged: the second half of `forward`, which raises what that does."""
+        """Run what was staged and return its captured hidden states; on CUDA the work is only enqueued.
+
+        Raises ValueError when a captured layer gives something else than one hidden state per token.
+        """
         hidden, start = [], 0
         with _no_packed_sequence_probe():
             for num_documents, length in staged.shapes:

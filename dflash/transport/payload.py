@@ -68,7 +68,7 @@ class PayloadChannel:
                 self._stream.wait_event(ready)
             packed.trailer[0].fill_(sequence)
             packed.trailer[1].fill_(index)
-            with _unrecorded():
+            with _unrecorded() if self._stream is None else nullcontext():
                 self._work = dist.isend(packed.buffer, self._peer_rank, group=self._group)
 
     def finish_send(self) -> PackedHiddenStates:
@@ -89,7 +89,7 @@ class PayloadChannel:
                 self._host_trailer = packed.trailer
             elif free is not None:
                 self._stream.wait_event(free)
-            with _unrecorded():
+            with _unrecorded() if self._stream is None else nullcontext():
                 self._work = dist.irecv(packed.buffer, self._peer_rank, group=self._group)
 
     def has_arrived(self) -> bool:
