@@ -1,5 +1,6 @@
 """Typed schema of a training run, and the checks that need nothing but the schema itself."""
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -255,6 +256,16 @@ class TrainConfig:
 def register_schema() -> None:
     """Make the schema known to Hydra as `schema`, the first entry of conf/config.yaml's defaults."""
     ConfigStore.instance().store(name="schema", node=TrainConfig)
+    OmegaConf.register_new_resolver("profile_interval", _profile_interval, replace=True)
+
+
+def _profile_interval() -> float:
+    """Seconds that the environment sets; 60 where it sets none."""
+    text = os.environ.get("DFLASH_PROFILE_INTERVAL", "").strip() or "60"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"DFLASH_PROFILE_INTERVAL: {text} must be a number above 0") from error
 
 
 def config_folder() -> Path:
@@ -314,6 +325,8 @@ def _check(config: TrainConfig) -> None:
             "profiling.torch.num_steps": config.profiling.torch.num_steps,
         },
     )
+    if config.profiling.torch.ranks == []:
+        raise ValueError("profiling.torch.ranks: names no rank; null takes all of them")
     require_at_least(2, {"model.drafter.block_size": drafter.block_size, "data.max_length": data.max_length})
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed: {config.seed} must be at least 0 and below 2**63")

@@ -89,6 +89,15 @@ def test_an_experiment_overrides_every_group_and_the_root() -> None:
 def test_profile_interval_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "7.5")
     assert composed().profiling.interval_s == 7.5
+    for nothing in ("", " "):
+        monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", nothing)
+        assert composed().profiling.interval_s == 60
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "soon")
+    with pytest.raises(OmegaConfBaseException, match="DFLASH_PROFILE_INTERVAL: soon must be a number above 0"):
+        composed()
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "-1")
+    with pytest.raises(ValueError, match="profiling.interval_s: -1.0 must be"):
+        composed()
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(2, 1), (3, 2), (4, 3), (5, 3), (8, 5), (16, 10), (64, 40)])

@@ -290,6 +290,17 @@ def stage(total_s: float) -> StageTotals:
     return StageTotals(1, total_s, total_s, total_s, total_s, total_s)
 
 
+@pytest.mark.parametrize("num_left", [0, 1, 40])
+def test_a_launch_is_told_apart_from_half_a_line_before_it(tmp_path: Path, num_left: int) -> None:
+    closed_report(tmp_path, "target-0", 1.0)
+    path = record_path(tmp_path, "target-0")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:num_left])
+    closed_report(tmp_path, "target-0", 2.0)
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines() if line.endswith("}")]
+    assert kinds == 2 * ["launch", "interval", "run"]
+
+
 def test_bands_keep_their_places() -> None:
     first, second = {"b": stage(1), "b/x": stage(1), "c": stage(3)}, {"c": stage(2), "d": stage(1.94), "e": stage(0.06)}
     bands = stacked_shares([first, second], known=["a", "rest"])

@@ -50,7 +50,7 @@ def test_a_launch_goes_on_behind_the_last_whole_piece_of_the_one_before(tmp_path
     ends, expected = [0], []
     (tmp_path / "spans" / "target-0.spans").touch()
     (path,) = span_files(tmp_path)
-    for number, name in enumerate(("forward", "forward", "send")):
+    for number, name in enumerate(("forward", "forward", "send"), start=1):
         writer.on_span(name, number, number + 0.5)
         writer.flush()
         ends.append(path.stat().st_size)
@@ -75,6 +75,8 @@ def test_a_launch_goes_on_behind_the_last_whole_piece_of_the_one_before(tmp_path
     [
         (3, struct.pack("<qqiiH", 1, 2, 3, 4, 99)),  # no such name
         (3, bytes(25)),
+        (3, bytes(26)),  # what zeros make of a span
+        (3, struct.pack("<qqiiH", 1, -2, 3, 4, 0)),
         (2, b"\0"),
         (2, b"\0\0\xff\xff"),
         (9, b""),

@@ -194,6 +194,46 @@ def test_a_part_of_a_run_can_be_cut_out(tmp_path: Path) -> None:
     assert [e for e in events if e["ph"] == "X" and e["tid"] in (1, 10, 11)] == kept
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--from-s", "1000"], "nothing began between 1000 and inf s"),
+        (["--from-s", "nan"], "invalid _seconds value"),
+        (["--seconds", "-1"], "invalid _seconds value"),
+    ],
+)
+def test_a_part_that_holds_nothing_replaces_no_timeline(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    write_two_ranks(tmp_path)
+    trace(tmp_path)
+    before = (tmp_path / "trace.json").read_bytes()
+    command = [sys.executable, "tools/trace.py", str(tmp_path), "--output", str(tmp_path / "trace.json"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and expected in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "trace.json").read_bytes() == before
+
+
+def test_a_damaged_file_costs_its_own_ranks_part_only(tmp_path: Path) -> None:
+    write_two_ranks(tmp_path)
+    path = tmp_path / "spans" / "drafter-1.spans"
+    path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+    command = [sys.executable, "tools/trace.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("1 ranks, ")
+    assert done.stderr.startswith("warning: ") and "drafter-1.spans: is damaged" in done.stderr
+
+
+def test_a_send_that_lost_its_core_still_has_an_arrow_forward_in_time(tmp_path: Path) -> None:
+    target, drafter = SpanWriter(tmp_path, head(0, "target")), SpanWriter(tmp_path, head(1, "drafter"))
+    target.on_span("send", 10.0, 10.9, (0, 1))
+    drafter.on_span("anchors", 10.1, 10.2, (0, 1))
+    target.close()
+    drafter.close()
+    events, _ = trace(tmp_path)
+    (start,), (end,) = ([e for e in events if e["ph"] == phase] for phase in "sf")
+    (send,), (anchors,) = ([e for e in events if e["ph"] == "X" and e["name"] == name] for name in ("send", "anchors"))
+    assert start["ts"] <= end["ts"] and is_on(send, start) and is_on(anchors, end)
+
+
 def test_a_part_of_a_long_run_takes_memory_of_its_size_only(tmp_path: Path) -> None:
     writer = SpanWriter(tmp_path, head(0, "target"))
     for number in range(20_000):
@@ -275,3 +315,5 @@ def test_torch_profiler_records_its_window_once(tmp_path: Path) -> None:
     late = ProfilerWindow(tmp_path, "drafter-2", torch.device("cpu"), start_step=3, num_steps=2)
     assert "recorded nothing" in (late.move(9) or "") and not late.is_due(10) and late.close() is None
     assert os.listdir(tmp_path / "torch_profiler") == ["drafter-1.json.gz"]
+    early = ProfilerWindow(tmp_path, "drafter-2", torch.device("cpu"), start_step=3, num_steps=2)
+    assert early.move(2) is None and early.close() == "torch.profiler recorded nothing: the run ended before step 3"

@@ -217,6 +217,49 @@ def test_a_wait_for_a_core_lies_in_the_work(tmp_path: Path) -> None:
     assert found["look_first"]["host_share"] is None and "launching" not in text, "nothing but the host's clock"
 
 
+def test_waits_of_the_warm_up_and_time_on_a_core_are_no_waits_of_the_work(tmp_path: Path) -> None:
+    """Waits as long as all work there was: a rank that computed had a core meanwhile."""
+    waits, computed = "process/main_thread_waits_for_core_percent", "process/thread_cpu_percent/main"
+    shares = {"forward": 0.2, "blocked": 0.8}
+    write_rank(tmp_path, "target-0", shares, 100, gauges={waits: 25.0, computed: 15.0})
+    write_rank(tmp_path, "drafter-1", {"layers": 1.0}, 100)
+    assert verdict(tmp_path)[0]["other_group_could"] == pytest.approx(1 / 0.15)
+    short = tmp_path / "short"
+    for name, course in (("target-0", shares), ("drafter-1", {"layers": 1.0})):
+        write_rank(short, name, course, 100, num_intervals=1, has_ended=False, gauges={waits: 25.0})
+        path = short / "profile" / f"{name}.jsonl"
+        launch, _, line = path.read_text().splitlines()
+        record = json.loads(line)
+        record["stages"]["load"] = stage(INTERVAL_S)
+        path.write_text(f"{launch}\n{json.dumps(record)}\n")
+    found, _ = verdict(short)
+    # Of 20 s the target waited 5 for a core, and loaded for 10 of the 12 in which it could have used one.
+    assert found["other_group_could"] == pytest.approx((1 - 5 / 20) / (0.2 * (1 - 5 / 12)))
+
+
+def test_the_present_split_is_best_unless_another_gives_more(tmp_path: Path) -> None:
+    gauges = {"process/cpu_percent": 100.0}
+    write_rank(tmp_path, "target-0", {"forward": 1.0}, 100, gauges=gauges, ranks=THREE)
+    for name in ("drafter-1", "drafter-2"):
+        write_rank(tmp_path, name, {"layers": 1.0}, 50, gauges=gauges, ranks=THREE, cores="0")
+    _, text = verdict(tmp_path)
+    (best,) = [line for line in text.splitlines() if line.endswith("best")]
+    assert "1+2" in best and "the present split, best" in best
+
+
+@pytest.mark.parametrize("value", ['"x"', "null", "Infinity", "NaN", "-1", "1e400", "[]"])
+def test_a_damaged_value_costs_its_line(tmp_path: Path, value: str) -> None:
+    write_three(tmp_path)
+    path = tmp_path / "profile" / "target-0.jsonl"
+    lines = path.read_text().splitlines()
+    for place, key in enumerate(('"total_s": ', '"count": ', '"throughput/tokens_per_s": ', '"time": '), start=2):
+        before, after = lines[place].split(key, 1)
+        lines[place] = f"{before}{key}{value}{after[min(after.find(end) for end in ',}' if end in after) :]}"
+    path.write_text("\n".join(lines) + "\n")
+    found, _ = verdict(tmp_path)
+    assert any("4 lines" in reason for reason in found["reasons"]) and found["tokens_per_s"] == pytest.approx(400)
+
+
 def test_the_filling_of_the_queue_is_no_steady_state(tmp_path: Path) -> None:
     """A drafter that has yet to start is starved, while targets have not been blocked once."""
     write_rank(tmp_path, "target-0", {"forward": 1.0}, 100)

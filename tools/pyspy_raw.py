@@ -10,6 +10,7 @@ _LINE = re.compile(rb"(.*?)[ ]+([0-9]{1,18})", re.DOTALL)
 _PROCESS = re.compile(r'process [0-9]+:"')
 _THREAD = re.compile(r"thread \((?:0x[0-9A-Fa-f]+|[0-9]+)\)(?:: (?P<name>.*))?", re.DOTALL)
 _LOCATION = re.compile(r"(.*):([0-9]{1,9})", re.DOTALL)
+_MAX_PIECES = 200  # a name that holds more semicolons is none
 # Brackets that do not open anything: C++ operators and arrows.
 _NO_BRACKET = re.compile(r"operator\s*(?:<=>|<<=?|>>=?|<=?|>=?|->\*?|\(\)|\[\])|->")
 _BEHIND = re.compile(r"([0-9.]+)\s*(ns|µs|us|ms|s) behind in sampling")
@@ -214,7 +215,7 @@ def _end_of_frame(pieces: list[str], start: int) -> int:
     depths = _depths(piece)
     if max(depths) <= 0:
         return start + 1
-    for end in range(start + 1, len(pieces)):
+    for end in range(start + 1, min(start + _MAX_PIECES, len(pieces))):
         depths = tuple(map(sum, zip(depths, _depths(pieces[end]), strict=True)))
         if not any(depths):
             return end + 1

@@ -10,6 +10,7 @@ ranks are brought together by the offsets that were measured when they met.
 import argparse
 import gzip
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ from typing import Any
 # Run as a script, Python puts tools/ on the path, not the repository.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dflash.profiling.spans import EDGE_PREFIX, FOLDER, NONE, SIDE_PREFIX, Span, SpansHead, read_blocks, span_files
+from dflash.profiling.spans import EDGE_PREFIX, FOLDER, NONE, SIDE_PREFIX, SpansHead, read_blocks, span_files
 
 SENDING = ("send", "pack")  # where a micro-batch leaves the target; in one process it is only packed
 WAITING = ("starved", "blocked")
@@ -68,14 +69,14 @@ def read_run(run_dir: Path, from_s: float = 0.0, seconds: float = inf) -> list[R
     files = span_files(run_dir)
     if not files:
         raise ValueError(f"{run_dir}: has no {FOLDER}/*.spans; a run writes them with profiling=full")
-    starts_ns = _starts_of_launches(files)
+    starts_ns, files = _starts_of_launches(files)
     if not starts_ns:
         raise ValueError(f"{run_dir}: its spans files hold no spans yet; they are written once per interval")
     zero_ns = min(starts_ns.values())
     launches = {launch: place for place, launch in enumerate(sorted(starts_ns, key=lambda launch: starts_ns[launch]))}
     first_us, last_us = from_s * 1e6, (from_s + seconds) * 1e6
     ranks: dict[str, RankSpans] = {}
-    for head, spans in _blocks(files):
+    for head, spans in (block for path in files for block in read_blocks(path)):
         rank = ranks.setdefault(head.rank_name, RankSpans(head, 0, []))
         rank.head = head
         shift_ns, launch = _shift_ns(head) - zero_ns, launches.get(head.launch)
@@ -86,6 +87,8 @@ def read_run(run_dir: Path, from_s: float = 0.0, seconds: float = inf) -> list[R
             if first_us <= start_us < last_us:
                 placed = (start_us, span.duration_ns / 1e3, span.index, span.step, launch)
                 rank.spans.append(PlacedSpan(span.name, *placed))
+    if not any(rank.spans for rank in ranks.values()):
+        raise ValueError(f"{run_dir}: nothing began between {from_s:g} and {from_s + seconds:g} s of the run")
     in_order = sorted(ranks.values(), key=lambda rank: (rank.head.rank, rank.head.rank_name))
     for pid, rank in enumerate(in_order, start=1):
         rank.pid = pid
@@ -93,19 +96,30 @@ def read_run(run_dir: Path, from_s: float = 0.0, seconds: float = inf) -> list[R
     return in_order
 
 
-def _blocks(files: list[Path]) -> Iterator[tuple[SpansHead, Iterator[Span]]]:
-    return (block for path in files for block in read_blocks(path))
+def _starts_of_launches(files: list[Path]) -> tuple[dict[int, int], list[Path]]:
+    """Time of day in ns of the first span of each launch that has any, and the files that are sound.
 
-
-def _starts_of_launches(files: list[Path]) -> dict[int, int]:
-    """Time of day in ns of the first span of each launch that has any."""
-    starts_ns: dict[int, int] = {}
-    for head, spans in _blocks(files):
-        shift_ns = _shift_ns(head)
-        start_ns = min((span.start_ns + shift_ns for span in spans), default=None)
-        if start_ns is not None:
-            starts_ns[head.launch] = min(start_ns, starts_ns.get(head.launch, start_ns))
-    return starts_ns
+    What is damaged is told on stderr and left out; raises ValueError when nothing else is left.
+    """
+    starts_ns: dict[int, float] = {}
+    sound, errors = [], []
+    for path in files:
+        found: dict[int, float] = {}
+        try:
+            for head, spans in read_blocks(path):
+                start_ns = min((span.start_ns + _shift_ns(head) for span in spans), default=inf)
+                found[head.launch] = min(start_ns, found.get(head.launch, inf))
+        except ValueError as error:
+            errors.append(error)
+            continue
+        sound.append(path)
+        for launch, start_ns in found.items():
+            starts_ns[launch] = min(start_ns, starts_ns.get(launch, inf))
+    if errors and not sound:
+        raise errors[0]
+    for error in errors:
+        print(f"warning: {error}; it is left out", file=sys.stderr)
+    return {launch: int(start_ns) for launch, start_ns in starts_ns.items() if start_ns < inf}, sound
 
 
 def _shift_ns(head: SpansHead) -> int:
@@ -225,13 +239,17 @@ def journeys(ranks: list[RankSpans]) -> list[Journey]:
 
 
 def _arrows(ways: list[Journey]) -> Iterator[Event]:
-    """Flow arrows; each end lies in the middle of its slice, which makes it that slice's beyond doubt."""
+    """Flow arrows; each end lies in the middle of its slice, which makes it that slice's beyond doubt.
+
+    A `send` that lost its core may end after the drafter has begun: its arrow leaves earlier, but never its slice.
+    """
     for number, journey in enumerate(ways):  # g alone is not one arrow: a resumed launch may do it again
         common = {"cat": "micro-batch", "name": f"g {journey.index}", "id": number, "tid": STAGES}
-        ends = (("s", journey.source, journey.sent), ("f", journey.destination, journey.taken))
-        for phase, pid, span in ends:
-            binding = {"bp": "e"} if phase == "f" else {}
-            yield {**common, **binding, "ph": phase, "pid": pid, "ts": span.start_us + span.duration_us / 2}
+        sent, taken = journey.sent, journey.taken
+        arrives_us = taken.start_us + taken.duration_us / 2
+        leaves_us = max(sent.start_us, min(sent.start_us + sent.duration_us / 2, arrives_us))
+        yield {**common, "ph": "s", "pid": journey.source, "ts": leaves_us}
+        yield {**common, "bp": "e", "ph": "f", "pid": journey.destination, "ts": arrives_us}
 
 
 def _on_the_way(ways: list[Journey]) -> Iterator[Event]:
@@ -261,7 +279,8 @@ def describe(ranks: list[RankSpans], ways: list[Journey]) -> str:
         # Near 0 a drafter takes what has just come, so targets are awaited; else micro-batches wait in its queue.
         waits_s = sorted(max(way.taken.start_us - way.sent.end_us, 0.0) / 1e6 for way in ways)
         middle, least, most = map(_duration, (statistics.median(waits_s), waits_s[0], waits_s[-1]))
-        lines.append(f"from the end of `send` to the drafter's first work: {middle} in the median, {least} to {most}")
+        leaving = f"from the end of `{ways[0].sent.name}` to the drafter's first work"
+        lines.append(f"{leaving}: {middle} in the median, {least} to {most}")
     if backwards_us > 0:
         lines.append(
             f"warning: an arrow leads {backwards_us:.0f} us back in time, so the clocks have drifted by as much"
@@ -283,12 +302,19 @@ def write(path: Path, events: Iterable[Event]) -> None:
         file.write("\n]}\n")
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError(text)
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json.gz")
-    parser.add_argument("--from-s", type=float, default=0.0, help="leave out what began earlier in the run")
-    parser.add_argument("--seconds", type=float, default=inf, help="how much to keep (default: all)")
+    parser.add_argument("--from-s", type=_seconds, default=0.0, help="leave out what began earlier in the run")
+    parser.add_argument("--seconds", type=_seconds, default=inf, help="how much to keep (default: all)")
     arguments = parser.parse_args()
     output = arguments.output or arguments.run_dir / "trace.json.gz"
     try:
@@ -297,6 +323,7 @@ def main() -> None:
         write(output, trace_events(ranks, ways))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
     print(f"{describe(ranks, ways)}\nwrote {output}; open it in https://ui.perfetto.dev")
 
 

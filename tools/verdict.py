@@ -119,7 +119,7 @@ def group_cost(ranks: list[RankRun], role: str) -> GroupCost:
             costs.append(rank_s / rank_tokens)
             samples += [divided / count / costs[-1] for count, divided, _, _ in works if count > 0]
     if not costs:
-        raise ValueError(f"the {role} ranks have only waited in the intervals that can be used; let it run longer")
+        raise ValueError(f"the {role} ranks did not work in the intervals that can be used: they only waited")
     return GroupCost(
         num_ranks=len(ranks),
         divided=divided_s / tokens,

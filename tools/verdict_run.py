@@ -12,9 +12,11 @@ import yaml
 
 WAITING = ("starved", "blocked")
 WARM_UP = ("prepare", "load", "connect")
+_LARGEST = 1e18  # beyond it a line is damaged
 ASIDE = ("torch_profiler",)  # neither work nor waiting: what a look at the run costs
 _TOKENS = "throughput/tokens_per_s"
 _CPU, _CORE_WAITS = "process/cpu_percent", "process/main_thread_waits_for_core_percent"
+_MAIN_CPU = "process/thread_cpu_percent/main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Interval:
     def busy(self) -> dict[str, float]:
         """Seconds by stage of all that is neither waiting nor warm-up nor aside, waits for a core taken off.
 
-        A rank that sleeps does not wait for a core, so those waits lie in the stages in which it is busy.
+        A rank that sleeps hardly waits for a core, so those waits lie in the stages in which it is busy or warms up;
+        and for as long as its main thread computed, it had one.
         """
         stages = {stage: s for stage, s in self.stages.items() if stage not in WAITING + WARM_UP + ASIDE}
-        busy_s = sum(stages.values())
-        waits_s = self.gauges.get(_CORE_WAITS, 0.0) / 100 * self.wall_s
-        on_core = max(0.0, 1 - waits_s / busy_s) if busy_s > 0 else 1.0
+        runnable_s = sum(stages.values()) + self.warm_up_s
+        waits_s, computed_s = (self.gauges.get(tag, 0.0) / 100 * self.wall_s for tag in (_CORE_WAITS, _MAIN_CPU))
+        had_s = min(max(runnable_s - waits_s, computed_s, 0.0), runnable_s)
+        on_core = had_s / runnable_s if runnable_s > 0 else 1.0
         return {stage: s * on_core for stage, s in stages.items()}
 
     @property
@@ -153,6 +157,8 @@ def _read_rank(path: Path, bad_lines: list[int]) -> RankRun | None:
 
 def _records(path: Path, bad_lines: list[int]) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
         except ValueError:  # the last one of a killed rank, cut in two
@@ -163,7 +169,7 @@ def _records(path: Path, bad_lines: list[int]) -> Iterator[dict[str, Any]]:
 
 def _launch(record: dict[str, Any]) -> RankRun:
     cores = None if record["cores"] is None else _core_numbers(record["cores"])
-    started_s, ranks = float(record["time"]), tuple(record["ranks"])
+    started_s, ranks = _amount(record["time"]), tuple(record["ranks"])
     return RankRun(record["name"], record["role"], started_s, ranks, record["host"], cores, record["core_quota"])
 
 
@@ -175,16 +181,24 @@ def _core_numbers(text: str) -> frozenset[int]:
 
 def _interval(record: dict[str, Any]) -> Interval:
     stages = {path: stage for path, stage in record["stages"].items() if "/" not in path}
-    totals = {path: float(stage["total_s"]) for path, stage in stages.items()}
+    totals = {path: _amount(stage["total_s"]) for path, stage in stages.items()}
     wall_s = sum(totals.values())
     return Interval(
-        start_s=float(record["time"]) - wall_s,
+        start_s=_amount(record["time"]) - wall_s,
         stages=totals,
-        counts={path: int(stage["count"]) for path, stage in stages.items()},
-        launch_s={path: float(stage["launch_s"]) for path, stage in stages.items()},
-        num_tokens=float(record["rates"].get(_TOKENS, 0.0)) * wall_s,
-        gauges=record["gauges"],
+        counts={path: int(_amount(stage["count"])) for path, stage in stages.items()},
+        launch_s={path: _amount(stage["launch_s"]) for path, stage in stages.items()},
+        num_tokens=_amount(record["rates"].get(_TOKENS, 0.0)) * wall_s,
+        gauges={tag: _amount(value) for tag, value in record["gauges"].items()},
     )
+
+
+def _amount(value: Any) -> float:
+    """A number of a record; raises ValueError for what cannot be one."""
+    amount = float(value)
+    if not 0 <= amount < _LARGEST:
+        raise ValueError(value)
+    return amount
 
 
 def _keep_steady(ranks: list[RankRun]) -> bool:

@@ -111,7 +111,10 @@ def _ranks_and_queue(verdict: "Verdict") -> list[str]:
 
 
 def _splits(verdict: "Verdict") -> list[str]:
-    best = max((s for s in verdict.splits if s.not_allowed is None), key=lambda s: s.tokens_per_s, default=None)
+    here = [s for s in verdict.splits if (s.num_targets, s.num_drafters) == (verdict.num_targets, verdict.num_drafters)]
+    # The present split first: another one is better only if it gives more.
+    allowed = [s for s in [*here, *verdict.splits] if s.not_allowed is None]
+    best = max(allowed, key=lambda s: s.tokens_per_s, default=None)
     lines = ["what other splits would give (targets+drafters, predicted):"]
     lines += ["  " + _split(split, verdict, split is best and len(verdict.splits) > 1) for split in verdict.splits]
     lines.append("and with one rank more:")

@@ -6,6 +6,7 @@ no peer that listens, and lies in a folder that all machines share anyway.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class RecordFile:
         """`ranks`: names of all ranks of this launch, since the folder may hold files of ranks that are no more."""
         self._name, self._role = name, role
         self._file = AppendFile(record_path(run_dir, name))
+        if not _ends_with_a_line(record_path(run_dir, name)):
+            self._file.write(b"\n")  # behind half a line of a rank that was killed
         self._write("launch", {"first_step": first_step, "ranks": list(ranks), **machine_facts()})
 
     def interval(
@@ -57,6 +60,15 @@ class RecordFile:
         self._file.line(
             json.dumps({"kind": kind, "name": self._name, "role": self._role, "time": time.time()} | values)
         )
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
+    except OSError:  # there is none yet, or it is empty
+        return True
 
 
 def _plain(stages: dict[str, StageTotals]) -> dict[str, Any]:

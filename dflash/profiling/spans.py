@@ -203,6 +203,8 @@ def _pieces(data: memoryview) -> Iterator[tuple[int, memoryview]]:
 def _parse_spans(path: Path, payload: memoryview, names: dict[int, str]) -> Iterator[Span]:
     try:
         for start_ns, duration_ns, index, step, name in _SPAN.iter_unpack(payload):
+            if duration_ns < 0 or start_ns == duration_ns == 0:  # zeros are what a lost page reads as
+                raise ValueError(f"{path}: is damaged: it holds a span of {duration_ns} ns from {start_ns} ns on")
             yield Span(names[name], start_ns, duration_ns, index, step)
     except (struct.error, KeyError) as error:
         raise ValueError(f"{path}: is damaged: it holds spans of no whole length, or without a name") from error

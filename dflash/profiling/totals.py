@@ -90,7 +90,10 @@ class RunStage:
     def _p95_s(self) -> float:
         if not self._count:
             return 0.0
-        bucket = int(np.searchsorted(np.cumsum(self._buckets), math.ceil(QUANTILE * self._count)))
+        place = math.ceil(QUANTILE * self._count)
+        if place == self._count:
+            return self._max_s
+        bucket = int(np.searchsorted(np.cumsum(self._buckets), place))
         return min(_SHORTEST_S * _GROWTH ** (bucket + 0.5), self._max_s)
 
 

@@ -49,7 +49,11 @@ class ProfilerWindow:
 
     def close(self) -> str | None:
         """End and write a window that the run's end has cut short; returns a line on it."""
-        return None if self._profiler is None else self._write()
+        if self._profiler is not None:
+            return self._write()
+        if self._is_over:
+            return None
+        return f"torch.profiler recorded nothing: the run ended before step {self._start_step}"
 
     def _write(self) -> str:
         assert self._profiler is not None
