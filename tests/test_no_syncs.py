@@ -306,8 +306,10 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             for step in (3, 4):
-                train_step(parts.run, parts.trainer, parts.source, console, step)
+                outcome = train_step(parts.run, parts.trainer, parts.source, console, step)
                 parts.report.poll(step)
+                assert not outcome.is_bad and not outcome.is_stopping, "the step was whole"
+            assert torch.cuda.get_sync_debug_mode() == 2, "or else nothing would have raised"
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

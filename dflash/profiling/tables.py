@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dflash.profiling.records import RankFigures
 from dflash.profiling.totals import StageTotals, shares, top_level, wall_s
 
-LAUNCHING = 1.05  # the host's part of a stage, against the device's, from which on it is no launching but waiting
+_LAUNCHING = 1.05  # the host's part of a stage, against the device's, from which on it is no launching but waiting
 _LEAST_SHARE = 0.001  # what a line leaves out
 
 
@@ -23,7 +23,7 @@ def summary_line(
             continue
         times = f"{_ms(stage.mean_s)} ms x {stage.count}, p95 {_ms(stage.p95_s)}" if stage.count else "under way"
         # Longer than the device took: there the host waited for the device, and that is no launching.
-        if has_launches and 0 < stage.launch_s <= LAUNCHING * stage.total_s:
+        if has_launches and 0 < stage.launch_s <= _LAUNCHING * stage.total_s:
             times += f", host {min(stage.launch_s / stage.total_s, 1.0):.0%}"
         parts.append(f"{path} {part_of[path]:.1%} ({times})")
     line = f"{name} {wall_s(found):.1f} s: " + ", ".join(parts)
